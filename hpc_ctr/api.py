@@ -1,0 +1,318 @@
+"""What the commands do, as functions: train and evaluate. Everything here is collective over the session."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_ctr import config as job_file
+from hpc_ctr.checkpoint import load as checkpoint_load
+from hpc_ctr.checkpoint import save as checkpoint_save
+from hpc_ctr.checkpoint.state import Manifest, complete, find, read_manifest
+from hpc_ctr.comm import session as mpi
+from hpc_ctr.config import Config
+from hpc_ctr.data.batch import Batch
+from hpc_ctr.data.batch_list import BatchList
+from hpc_ctr.data.order import OrderState
+from hpc_ctr.data.source import open_source
+from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, UsageError
+from hpc_ctr.metrics.binary import BinaryStats
+from hpc_ctr.report.run_folder import MetricsLog, create, write_summary
+from hpc_ctr.train.evaluate import evaluate as evaluate_job
+from hpc_ctr.train.evaluate import merged
+from hpc_ctr.train.feed import Feed
+from hpc_ctr.train.job import Job, default_store_dir, peak_rss_bytes, rng_state, set_rng_state
+from hpc_ctr.train.loop import PassReport, Progress, run
+from hpc_ctr.train.progress import ProgressLine
+
+
+def train(config: Config, resume: str = "", session: mpi.Session | None = None) -> int:
+    """Train as ``config`` says and leave a run folder; returns the exit code (0 done, 75 interrupted by a signal).
+
+    resume: "" starts anew; "auto" continues from the last complete checkpoint of the run, if there is one; else the
+    path of a checkpoint or run folder to continue from.
+    """
+    session = session or mpi.start()
+    comm = session.comm
+    run_dir = Path(config.run_dir)
+    root = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    start: tuple[Path, Manifest] | None = None
+    with mpi.together(comm):
+        start = _find_start(root, resume)
+    source = open_source(config.data, config.seed, comm, "train")
+    test = open_source(config.data, config.seed, comm, "test") if config.data.split.by != "none" else None
+    with mpi.together(comm):
+        if session.is_root:
+            create(run_dir, job_file.to_dict(config), config.overwrite, bool(resume))
+    store_dir = default_store_dir(config) / f"rank-{session.rank:04d}"
+    with Job(config, session, source.num_dense, [f.name for f in source.fields], store_dir) as job:
+        log = MetricsLog(run_dir / "metrics.jsonl", start[1].step if start else 0) if session.is_root else None
+        try:
+            with ProgressLine(session.is_root) as line:
+                return _Run(job, source, test, root, log, line).go(start)
+        finally:
+            if log:
+                log.close()
+
+
+def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None = None) -> dict[str, Any]:
+    """Evaluate a checkpoint (its folder, or a run folder: the last one) on the job's test data, on any rank count.
+
+    Returns the metrics: samples, clicks, auc, logloss, calibration, on every rank.
+    """
+    session = session or mpi.start()
+    comm = session.comm
+    folder = config = manifest = None
+    with mpi.together(comm):
+        folder = find(where)
+        manifest = read_manifest(folder)
+        config = job_file.load(_config_of(folder, where), overrides)
+    test = open_source(config.data, config.seed, comm, "test")
+    import tempfile
+
+    with mpi.together(comm):
+        if config.data.split.by == "none":
+            raise UsageError("data.split: by is none, so there is no test part to evaluate on; "
+                             "give --data.split.by hash, or files with --data.test_files")
+    with tempfile.TemporaryDirectory(prefix="hpc_ctr-evaluate-", dir=config.storage.dir or None) as scratch:
+        with Job(config, session, test.num_dense, [f.name for f in test.fields], Path(scratch)) as job:
+            _restore(job, folder, manifest, resume_training=False)
+            return evaluate_job(job, test).summary()
+
+
+def train_batches(config: dict[str, Any], batches: list[Batch], num_dense: int, fields: list[Any],
+                  comm: Any = None) -> "TrainResult":
+    """Train on batches that are in memory, this rank's own; no run folder, no checkpoint. For tests and experiments.
+
+    config: nested dicts as in a job file, without data. comm: an mpi4py communicator; None takes COMM_WORLD.
+    """
+    import tempfile
+
+    built = job_file.from_dict({**config, "data": {"files": ["in-memory"]}})
+    session = mpi.start() if comm is None else mpi.Session(comm, comm.rank, comm.size)
+    source = BatchList(batches, num_dense, fields)
+    result = TrainResult()
+    with tempfile.TemporaryDirectory(prefix="hpc_ctr-") as scratch:
+        with Job(built, session, num_dense, [f.name for f in fields], Path(scratch)) as job:
+            job.open_stores()
+            feed = Feed(source, 1, session.comm, job.tables, job.pass_budget)
+            run(job, feed, Progress(), lambda report: result.pass_ends.append(report.first_step + len(report.samples)),
+                lambda step, loss: result.losses.append(loss))
+            result.dense = job.optimizer.worker_state()
+            result.merges = job.optimizer.merges
+            result.bytes = job.bytes_so_far()
+            result.tiers = job.tier_counters()
+            result.tables = [list(store.iterate(4096)) for store in job.stores]
+    return result
+
+
+class TrainResult:
+    """What ``train_batches`` leaves on this rank: losses (one a step, NaN without samples), dense (worker_state),
+    pass_ends (global steps), merges, bytes, tiers, tables (rows that this rank owns, by table)."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.pass_ends: list[int] = []
+        self.dense: dict[str, np.ndarray] = {}
+        self.merges = 0
+        self.bytes: dict[str, dict[str, int]] = {}
+        self.tiers: dict[str, int] = {}
+        self.tables: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+
+    def rows(self, table: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """keys uint64 [n], records [n, floats], t uint32 [n] of the rows of a table that this rank owns."""
+        parts = self.tables[table]
+        if not parts:
+            return np.zeros(0, np.uint64), np.zeros((0, 0)), np.zeros(0, np.uint32)
+        return tuple(np.concatenate(column) for column in zip(*parts))
+
+
+class _Run:
+    """One training run: the loop with its metrics, checkpoints and summary around it."""
+
+    def __init__(self, job: Job, source: Any, test: Any, root: Path, log: MetricsLog | None, line: ProgressLine):
+        self.job = job
+        self.config = job.config
+        self.source = source
+        self.test = test
+        self.root = root
+        self.log = log
+        self.line = line
+        self.progress = Progress()
+        self.seconds = 0.0
+        self._window = [0.0, 0, 0]  # loss sum, samples, first step of the metrics line that is being filled
+
+    def go(self, start: tuple[Path, Manifest] | None) -> int:
+        job, comm = self.job, self.job.session.comm
+        epoch, state = 0, None
+        if start:
+            folder, manifest = start
+            if manifest.finished:
+                raise UsageError(f"{folder}: this run is finished; there is nothing to continue")
+            epoch, state = self._load(folder, manifest)
+            self.line.say(f"continuing from {folder} (step {manifest.step:,})")
+        else:
+            job.optimizer.check_same_start()
+            job.open_stores()
+        if job.allreduce.note:
+            self.line.say(job.allreduce.note)
+        feed = Feed(self.source, self.config.data.epochs, comm, job.tables, job.pass_budget, epoch, state)
+        self.feed = feed
+        try:
+            done = run(job, feed, self.progress, self._each_pass, self.line.step)
+        finally:
+            feed.close()
+        self._flush_window()
+        if not done:
+            self._save(finished=False)
+            self.line.say("stopped by a signal; a checkpoint is written: continue with --resume auto")
+            return EXIT_REQUEUE
+        self._save(finished=True)
+        result = self._evaluate() if self.test is not None else None
+        self._summarise(result)
+        job.drop_stores()
+        return EXIT_DONE
+
+    def _each_pass(self, report: PassReport) -> None:
+        job, progress = self.job, self.progress
+        self.seconds += report.seconds
+        stats = merged(progress.stats, job.session.comm)
+        counters = _sum_dicts(job.session.comm.allgather(job.tier_counters()))
+        samples = int(report.samples.sum())
+        loss = float(report.loss_sums.sum() / max(samples, 1))
+        hits = counters["host_hits"] / max(1, counters["host_hits"] + counters["cold_hits"])
+        merge_share = (job.allreduce.seconds + job.trace.seconds["row_merge"]) / max(self.seconds, 1e-9)
+        self._log_steps(report)
+        if self.log:
+            self.log.write("pass", progress.step, loss=loss, auc=stats.auc(), logloss=stats.logloss(),
+                           calibration=stats.calibration(), samples=samples, seconds=report.seconds,
+                           train_seconds=report.train_seconds, tiers=counters, steps=len(report.samples))
+        self.line.end_of_pass(progress.step, samples / report.seconds, loss, stats.auc(), hits, merge_share)
+        every = self.config.eval.every_passes
+        if self.test is not None and every and progress.passes % every == 0:
+            self._evaluate()
+        every = self.config.checkpoint.every_passes
+        if every and progress.passes % every == 0 and not report.interrupted:
+            self._save(finished=False)
+
+    def _log_steps(self, report: PassReport) -> None:
+        """One line of metrics.jsonl for every ``train.log_every`` steps, counted over all passes."""
+        every = self.config.train.log_every
+        for i, (loss_sum, samples) in enumerate(zip(report.loss_sums, report.samples)):
+            self._window[0] += float(loss_sum)
+            self._window[1] += int(samples)
+            if (report.first_step + i + 1) % every == 0:
+                self._flush_window(report.first_step + i + 1)
+
+    def _flush_window(self, step: int | None = None) -> None:
+        loss_sum, samples, _ = self._window
+        if samples and self.log:
+            self.log.write("train", step or self.progress.step, loss=loss_sum / samples, samples=samples)
+        self._window = [0.0, 0, 0]
+
+    def _evaluate(self) -> BinaryStats:
+        begin = time.perf_counter()
+        stats = evaluate_job(self.job, self.test)
+        if self.log:
+            self.log.write("eval", self.progress.step, seconds=time.perf_counter() - begin, **stats.summary())
+        self.line.say(f"test at step {self.progress.step:,}: AUC {stats.auc():.4f}  logloss {stats.logloss():.4f}  "
+                      f"calibration {stats.calibration():.3f}  ({stats.samples:,} samples)")
+        return stats
+
+    def _save(self, finished: bool) -> None:
+        job, progress = self.job, self.progress
+        order = self.source.merge_positions(job.session.comm.allgather(self.feed.position))
+        manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, self.feed.epoch,
+                            order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
+                            finished, self.config.seed)
+        arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}
+        arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
+        arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
+                   "seconds": np.array(self.seconds), "merges": np.array(job.optimizer.merges)}
+        stores = {table.name: store for table, store in zip(job.tables, job.stores)}
+        folder = checkpoint_save.save(self.root, job.session.comm, manifest, arrays, stores,
+                                      self.config.checkpoint.keep)
+        if self.log:
+            self.log.write("checkpoint", progress.step, path=str(folder), finished=finished)
+
+    def _load(self, folder: Path, manifest: Manifest) -> tuple[int, Any]:
+        arrays = _restore(self.job, folder, manifest, resume_training=True)
+        self.progress = Progress(manifest.step, manifest.passes, manifest.samples, manifest.last_row_merge,
+                                 BinaryStats.from_array(arrays["stats"]))
+        if "window" in arrays:
+            self._window = [float(arrays["window"][0]), int(arrays["window"][1]), int(arrays["window"][2])]
+            self.seconds = float(arrays["seconds"])
+        return manifest.epoch, OrderState.from_json(manifest.order)
+
+    def _summarise(self, result: BinaryStats | None) -> None:
+        job, comm = self.job, self.job.session.comm
+        traffic = job.bytes_so_far()
+        tiers = _sum_dicts(comm.allgather(job.tier_counters()))
+        rss = comm.allgather(peak_rss_bytes())
+        stats = merged(self.progress.stats, comm)
+        bad = self.feed.bad_rows()
+        if not self.log:
+            return
+        test = result.summary() if result is not None else {}
+        summary = {
+            "samples": self.progress.samples, "steps": self.progress.step, "passes": self.progress.passes,
+            "seconds": self.seconds, "samples_per_s": self.progress.samples / max(self.seconds, 1e-9),
+            "test_auc": test.get("auc"), "test_logloss": test.get("logloss"),
+            "test_calibration": test.get("calibration"), "test_samples": test.get("samples", 0),
+            "train_auc": stats.auc(), "train_logloss": stats.logloss(), "train_calibration": stats.calibration(),
+            "ranks": job.session.size, "replicas": len(job.replicas.groups), "k": self.config.merge.k,
+            "k_rows": self.config.rows.k_rows, "merges": job.optimizer.merges,
+            "merged_bytes": job.optimizer.merged_bytes, "merge_backend": job.allreduce.backend, "bytes": traffic,
+            "tiers": tiers, "bad_rows": bad.count, "rows_read": bad.total, "peak_rss_bytes": max(rss),
+            "device": str(job.device), "torch": torch.__version__}
+        write_summary(Path(self.config.run_dir), summary)
+
+
+def _find_start(root: Path, resume: str) -> tuple[Path, Manifest] | None:
+    if not resume:
+        return None
+    if resume == "auto":
+        if not complete(root):
+            return None
+        folder = complete(root)[-1]
+    else:
+        folder = find(resume)
+    return folder, read_manifest(folder)
+
+
+def _config_of(folder: Path, where: str) -> Path:
+    """config.yaml of the run that a checkpoint belongs to."""
+    for place in (Path(where), folder.parent.parent, folder.parent):
+        if (place / "config.yaml").is_file():
+            return place / "config.yaml"
+    raise UsageError(f"{where}: no config.yaml lies beside its checkpoints; name the run folder")
+
+
+def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool) -> dict[str, np.ndarray]:
+    """Bring dense state, buffers, generator and rows into ``job``; returns this rank's arrays. Collective."""
+    session = job.session
+    arrays: dict[str, np.ndarray] = {}
+    segments: list[list[list[str]]] = []
+    with mpi.together(session.comm):
+        checkpoint_load.check_tables(manifest, job.tables)
+        segments = checkpoint_load.segment_files(folder.parent, manifest)
+        arrays = checkpoint_load.worker_arrays(folder, manifest, session.rank, session.size)
+        job.optimizer.load_worker_state(checkpoint_load.strip(arrays, "dense."))
+        for name, buffer in job.model.named_buffers():
+            buffer.copy_(torch.from_numpy(arrays[f"buffer.{name}"]))
+        if resume_training and "rng" in arrays:
+            set_rng_state(arrays["rng"])
+        if resume_training and "merges" in arrays:
+            job.optimizer.merges = int(arrays["merges"])
+    job.open_stores(segments)
+    return arrays
+
+
+def _sum_dicts(parts: list[dict[str, int]]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            out[name] = out.get(name, 0) + value
+    return out

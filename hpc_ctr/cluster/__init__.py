@@ -1,0 +1,1 @@
+"""What the machine looks like and how ranks sit on it."""

@@ -1,0 +1,1 @@
+"""The MPI and Horovod session, and what travels between ranks."""

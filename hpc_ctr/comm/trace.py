@@ -1,0 +1,58 @@
+"""Bytes that travel, counted by purpose and by link class."""
+
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Iterator
+
+LINKS = ("same_node", "other_node", "payload")
+
+
+@dataclass
+class Trace:
+    """Counters of one rank.
+
+    link_of[r] says how rank r is reached: "self" (never counted), "same_node" or "other_node". Collectives of a
+    library, whose inner messages are the library's affair, count the bytes handed in as "payload".
+    """
+
+    link_of: list[str]
+    bytes: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def sent(self, purpose: str, peer: int, nbytes: int) -> None:
+        """Count a message of ``nbytes`` to rank ``peer``."""
+        link = self.link_of[peer]
+        if link != "self":
+            self.bytes[purpose][link] += nbytes
+
+    def payload(self, purpose: str, nbytes: int) -> None:
+        """Count ``nbytes`` handed to a library's collective."""
+        self.bytes[purpose]["payload"] += nbytes
+
+    @contextmanager
+    def timed(self, purpose: str) -> Iterator[None]:
+        """Add the block's wall time to ``purpose``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[purpose] += time.perf_counter() - begin
+
+
+def link_classes(hosts: list[str], rank: int) -> list[str]:
+    """Link class of every rank as seen from ``rank``."""
+    return ["self" if r == rank else "same_node" if host == hosts[rank] else "other_node"
+            for r, host in enumerate(hosts)]
+
+
+def total(traces: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """Sum of point-to-point bytes over ranks; payload is the same on all ranks and is taken once (the largest)."""
+    out: dict[str, dict[str, int]] = {}
+    for trace in traces:
+        for purpose, links in trace.items():
+            into = out.setdefault(purpose, {})
+            for link, count in links.items():
+                into[link] = max(into.get(link, 0), count) if link == "payload" else into.get(link, 0) + count
+    return out

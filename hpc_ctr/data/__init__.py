@@ -1,0 +1,1 @@
+"""Readers, keys, order of the data, and the batches they give."""

@@ -1,0 +1,1 @@
+"""Tables, working sets and the device table. No MPI."""

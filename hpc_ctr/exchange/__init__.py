@@ -1,0 +1,1 @@
+"""Which rank owns, holds and needs a row, and how rows travel."""

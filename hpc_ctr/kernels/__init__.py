@@ -1,0 +1,1 @@
+"""Loops over plain arrays, compiled by numba: no files, no ranks."""

@@ -1,0 +1,1 @@
+"""Dense optimizers and the k-step merge."""

@@ -1,0 +1,402 @@
+"""The cold tier: rows in immutable segment files on local SSD, found through an index in memory.
+
+One ColdStore is one directory, used by one process and one thread. Every ``put`` writes one new segment and
+commits it; a commit is the replacement of the manifest. Opening a directory gives exactly the last committed
+state.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_ctr.errors import StorageError
+from hpc_ctr.kernels.rows import pack_rows, plan_reads, take_rows
+from hpc_ctr.storage import fs, manifest, recovery
+from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
+from hpc_ctr.storage.compact import compact
+from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
+from hpc_ctr.storage.recovery import Segment
+from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
+
+_WRITE_ROWS = 16384
+
+
+@dataclass(frozen=True)
+class ColdStoreOptions:
+    """How the cold tier reads and tidies up.
+
+    gap_bytes: rows that lie so near to each other in a file are fetched by one read, through the gap;
+    read_bytes: longest single read; stage_bytes: memory for reads in flight; stale_share: a segment with a
+    larger share of superseded rows is rewritten; max_segments: above it the smallest are merged; output_rows:
+    rows of a segment that a rewrite makes, at least (a 64th of all rows when that is more).
+    """
+
+    gap_bytes: int = 8192
+    read_bytes: int = 1 << 20
+    stage_bytes: int = 8 << 20
+    stale_share: float = 0.5
+    max_segments: int = 96
+    output_rows: int = 1 << 20
+
+
+@dataclass
+class ColdCounters:
+    """What a cold store has done since it was opened."""
+
+    segments_written: int = 0
+    rows_written: int = 0
+    rows_compacted: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    reads: int = 0
+
+
+@dataclass(frozen=True)
+class _Map:
+    """Arrays over the segments, ascending by location, for the read kernels."""
+
+    bases: np.ndarray
+    offsets: np.ndarray
+    descriptors: np.ndarray
+    paths: list[str]
+
+
+class ColdStore:
+    """Rows by key on disk. Use as a context manager; closing needs no commit, for every ``put`` is one.
+
+    directory: made if it is missing; layout: of the table's rows; name: the table's, stored in the files.
+    Raises StorageError when the store is damaged, holds another layout, or is open already.
+    """
+
+    def __init__(self, directory: str, layout: RecordLayout, name: str = "default",
+                 options: ColdStoreOptions | None = None):
+        self.directory, self.layout, self.name = os.path.abspath(directory), layout, name
+        self.options = options or ColdStoreOptions()
+        self.counters = ColdCounters()
+        self.index = ColdIndex()
+        # called with (keys, new locations) when rows were moved by a rewrite
+        self.on_move: Callable[[np.ndarray, np.ndarray], None] | None = None
+        self._segments: list[Segment] = []
+        self._lock = -1
+        self._next_number = self._next_base = 1
+        self._refusal = ""
+        fs.make_directory(self.directory)
+        self._lock = fs.lock(os.path.join(self.directory, recovery.LOCK))
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- state
+
+    @property
+    def rows(self) -> int:
+        """Live rows."""
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: the index."""
+        return self.index.nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the segment files."""
+        return sum(s.file.nbytes for s in self._segments)
+
+    def segments(self) -> list[SegmentInfo]:
+        """The committed segments; where a key is in several, the later one holds its row."""
+        return [SegmentInfo(s.file.path, s.file.rows, s.live, s.digest, s.file.nbytes)
+                for s in self._segments]
+
+    # --- opening and committing
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.directory, recovery.segment_name(number))
+
+    def _open(self) -> None:
+        state = recovery.committed_state(self.directory, self.layout, self.name)
+        self._next_number = state.next_number
+        for entry in state.segments:
+            file = recovery.open_entry(self.directory, entry, self.layout)
+            number = recovery.segment_number(entry.file)
+            self._segments.append(Segment(file, number, self._take_locations(file.rows), 0, entry.digest))
+        self._map_segments()
+        self.index.expect(sum(entry.live for entry in state.segments))
+        recovery.rebuild(self._segments, self.index)
+        self.index.trim()
+        recovery.remove_leftovers(self.directory, state)
+
+    def _take_locations(self, rows: int) -> int:
+        base = self._next_base
+        if base + rows > LAST_LOCATION:
+            raise StorageError(f"{self.directory}: 2^40 rows were written since it was opened; reopen it")
+        self._next_base += rows
+        return base
+
+    def _map_segments(self) -> None:
+        self._map = _Map(np.array([s.base for s in self._segments], np.int64),
+                         np.array([s.file.offset for s in self._segments], np.int64),
+                         np.array([s.file.descriptor for s in self._segments], np.int64),
+                         [s.file.path for s in self._segments])
+
+    def check_writable(self) -> None:
+        """Raise the error that an earlier, half-done commit left behind."""
+        if self._refusal:
+            raise StorageError(self._refusal)
+
+    def write_segment(self, rows: int) -> tuple[int, SegmentWriter]:
+        """Number and writer of the next segment."""
+        self.check_writable()
+        number = self._next_number
+        self._next_number += 1
+        return number, SegmentWriter(self._path(number), self.layout, self.name, rows)
+
+    def commit(self, number: int, digest: str, superseded: np.ndarray,
+               keep: tuple[Segment, ...] = ()) -> Segment:
+        """Make a finished segment part of the committed state, and drop segments without live rows.
+
+        superseded: how many rows of each segment, in the order of ``segments()``, are stale now. Segments in
+        ``keep`` stay open even without live rows.
+        """
+        path = self._path(number)
+        try:
+            file = SegmentFile(path, self.layout)
+            added = Segment(file, number, self._take_locations(file.rows), file.rows, digest)
+        except StorageError:
+            fs.remove_quietly(path)
+            raise
+        self._commit([s.live - int(n) for s, n in zip(self._segments, superseded, strict=True)], added, keep)
+        self.counters.segments_written += 1
+        self.counters.rows_written += file.rows
+        self.counters.bytes_written += file.nbytes
+        return added
+
+    def drop_dead(self) -> None:
+        """Commit the state without segments that have no live row left."""
+        self.check_writable()
+        self._commit([s.live for s in self._segments], None, ())
+
+    def _commit(self, lives: list[int], added: Segment | None, keep: tuple[Segment, ...]) -> None:
+        pairs = list(zip(self._segments, lives, strict=True))
+        kept = [(s, live) for s, live in pairs if live or s in keep]
+        if added is not None:
+            kept.append((added, added.live))
+        entries = tuple(manifest.Entry(os.path.basename(s.file.path), s.file.rows, live, s.digest)
+                        for s, live in kept)
+        state = manifest.new(self.name, self.layout, self._next_number, entries)
+        try:
+            manifest.prepare(self.directory, state)
+        except StorageError:
+            if added is not None:
+                added.file.close()
+                fs.remove_quietly(added.file.path)
+            raise
+        try:
+            manifest.publish(self.directory)
+        except StorageError as error:
+            # whether the disk holds the new manifest or the old one is not known: only reopening can tell
+            if added is not None:
+                added.file.close()
+            self._refusal = f"the store {self.directory} must be reopened after a failed commit ({error})"
+            raise
+        for segment, live in kept:
+            segment.live = live
+        self._segments = [s for s, _ in kept]
+        self._map_segments()
+        for segment, live in pairs:
+            if not live and segment not in keep:
+                segment.file.close()
+                fs.remove_quietly(segment.file.path)
+
+    # --- reading
+
+    def get(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """Read rows: keys uint64 [n] -> records [n, floats] and t uint32 [n] filled; returns found bool [n].
+
+        Rows of missing keys are left as they are. Raises StorageError naming file and row when a row is
+        damaged.
+        """
+        keys = as_keys(keys)
+        found, _ = self.fetch(keys, np.arange(len(keys)), as_words(records, self.layout), t)
+        return found
+
+    def locate(self, keys: np.ndarray) -> np.ndarray:
+        """Location of each key's row, int64 [n], -1 where there is none; reads the rows that may be it."""
+        nothing = np.empty(0, np.int64)
+        return self.fetch(keys, nothing, np.empty((0, 0), np.uint32), np.empty(0, np.uint32))[1]
+
+    def fetch(self, keys: np.ndarray, targets: np.ndarray, words: np.ndarray, t: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:
+        """As ``get``, key i going to row ``targets[i]`` of ``words`` uint32 [*, W] and ``t``; an empty
+        ``targets`` reads without copying. Returns found bool [n] and locations int64 [n] (-1 where
+        missing)."""
+        if self._lock < 0:
+            raise StorageError(self._refusal)
+        found = np.zeros(len(keys), np.bool_)
+        locations = np.full(len(keys), -1, np.int64)
+        skip = np.zeros(len(keys), np.int64)
+        active = np.arange(len(keys))
+        # a matching fingerprint is only a candidate: the record read decides, and on a mismatch the next is
+        # tried
+        while len(active):
+            candidates = self.index.find(keys[active], skip[active])
+            there = candidates >= 0
+            active, candidates = active[there], candidates[there]
+            order = np.argsort(candidates, kind="stable")
+            self._read(candidates[order], active[order], keys, targets, words, t, found)
+            hit = found[active]
+            locations[active[hit]] = candidates[hit]
+            active = active[~hit]
+            skip[active] += 1
+        return found, locations
+
+    def _read(self, locations, places, keys, targets, words, t, found) -> None:
+        n = len(locations)
+        if n == 0:
+            return
+        segment, offset, length = (np.empty(n, np.int64) for _ in range(3))
+        first = np.empty(n + 1, np.int64)
+        where, row_bytes = self._map, self.layout.stored_bytes
+        runs = plan_reads(locations, where.bases, where.offsets, row_bytes, self.options.gap_bytes,
+                          max(self.options.read_bytes, row_bytes), segment, offset, length, first)
+        ends = np.cumsum(length[:runs])
+        stage = min(max(self.options.stage_bytes, int(length[:runs].max())), int(ends[-1]))
+        buffer = np.empty(stage // 4, np.uint32)
+        begin = done = 0
+        while begin < runs:
+            end = max(begin + 1, int(np.searchsorted(ends, done + buffer.nbytes, side="right")))
+            starts = ends[begin:end] - length[begin:end] - done
+            fs.read_many(where.descriptors, where.paths, segment[begin:end], offset[begin:end],
+                         length[begin:end], starts, buffer.view(np.uint8))
+            bad = take_rows(buffer, row_bytes // 4, starts // 4, begin, end, segment, offset, first,
+                            where.bases, where.offsets, locations, places, keys, targets, words, t,
+                            len(targets) > 0, found)
+            if bad >= 0:
+                owner = self._segments[int(np.searchsorted(where.bases, locations[bad], side="right")) - 1]
+                raise owner.file.damaged(int(locations[bad]) - owner.base)
+            begin, done = end, int(ends[end - 1])
+        self.counters.reads += runs
+        self.counters.bytes_read += int(ends[-1])
+
+    def iterate(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every live row once, by segment and in key order within it: (keys, records, t) of n <= batch_rows
+        rows.
+
+        The store must not be written to meanwhile.
+        """
+        for segment in list(self._segments):
+            cursor = Cursor(segment.file, batch_rows * self.layout.stored_bytes)
+            while len(cursor.rows):
+                rows, keys, first = cursor.rows[:batch_rows], cursor.keys[:batch_rows], cursor.first_row
+                live = self.index.has(keys, segment.base + first + np.arange(len(keys)))
+                if live.any():
+                    yield unpack(rows[live], self.layout)
+                cursor.skip(len(rows))
+                cursor.refill()
+
+    # --- writing
+
+    def put(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> None:
+        """Insert or overwrite rows, as one new segment, durably: keys uint64 [n] distinct, records [n,
+        floats], t uint32 [n]. After a StorageError the store holds all of them or none."""
+        keys = as_keys(keys)
+        words = as_words(np.ascontiguousarray(records), self.layout)
+        self.write(keys, t, np.arange(len(keys)), words, words, np.full(len(keys), -1, np.int64))
+        self.tidy()
+
+    def write(self, keys: np.ndarray, t: np.ndarray, positions: np.ndarray, first: np.ndarray,
+              second: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """As ``put`` without ``tidy``, for the tiers above: row i's record is ``first[positions[i]]``, or
+        ``second[-1 - p]`` for a negative position p (uint32 [*, >= W]). ``old`` int64 [n]: where the caller
+        once saw the key's row (by ``fetch`` or ``write``), -1 where it does not know; what it knows need not
+        be read again. Returns the new locations int64 [n]."""
+        self.check_writable()
+        n = len(keys)
+        if n == 0:
+            return np.empty(0, np.int64)
+        order = np.argsort(keys)
+        keys, t, positions = keys[order], np.asarray(t, np.uint32)[order], positions[order]
+        if (keys[1:] == keys[:-1]).any():
+            raise ValueError("the keys of a put must be distinct")
+        old = self._settle(keys, old[order])
+        fresh = old < 0
+        self.index.reserve(keys[fresh])
+        number, writer = self.write_segment(n)
+        with writer:
+            out = np.empty((min(n, _WRITE_ROWS), 4 + self.layout.words), np.uint32)
+            for begin in range(0, n, _WRITE_ROWS):
+                end = min(n, begin + _WRITE_ROWS)
+                rows = out[:end - begin]
+                pack_rows(rows, keys[begin:end], t[begin:end], positions[begin:end], first, second)
+                writer.append(rows)
+            digest, _ = writer.finish()
+        added = self.commit(number, digest, self.count_by_segment(old[~fresh]))
+        new = added.base + np.arange(n)
+        self.index.move(keys, old, new)
+        self.index.add(keys, new, fresh)
+        result = np.empty(n, np.int64)
+        result[order] = new
+        return result
+
+    def _settle(self, keys: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """Present location of each key, -1 where it has none: ``old`` where that still holds, else by
+        reading."""
+        settled = np.where((old >= 0) & self.index.has(keys, old), old, -1)
+        unknown = np.flatnonzero(settled < 0)
+        maybe = unknown[self.index.find(keys[unknown], np.zeros(len(unknown), np.int64)) >= 0]
+        settled[maybe] = self.locate(keys[maybe])
+        return settled
+
+    def count_by_segment(self, locations: np.ndarray) -> np.ndarray:
+        """How many of the locations are in each segment, int64 [segments]."""
+        owner = np.searchsorted(self._map.bases, locations, side="right") - 1
+        return np.bincount(owner, minlength=len(self._segments))
+
+    def tidy(self) -> None:
+        """Rewrite segments that are mostly stale, and merge the smallest when there are too many."""
+        limit = max(self.options.output_rows, self.rows // 64)
+        while True:
+            stale = [s for s in self._segments if s.live < s.file.rows * (1 - self.options.stale_share)]
+            if not stale and len(self._segments) > self.options.max_segments:
+                by_size = sorted(self._segments, key=lambda s: (s.live, s.number))
+                stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
+            # a few at a time: the disk holds the old and the new form of these at once
+            group: list[Segment] = []
+            for segment in sorted(stale, key=lambda s: s.number):
+                if group and sum(s.live for s in group) + segment.live > limit:
+                    break
+                group.append(segment)
+            if not group or (len(group) == 1 and group[0].live == group[0].file.rows):
+                return
+            compact(self, group, limit)
+
+    def compact(self) -> None:
+        """Rewrite every segment that has stale rows."""
+        limit = max(self.options.output_rows, self.rows // 64)
+        if stale := [s for s in self._segments if s.live < s.file.rows]:
+            compact(self, stale, limit)
+
+    # --- checking and closing
+
+    def verify(self) -> list[str]:
+        """Read everything and say what is damaged, one sentence each; an empty list when nothing is."""
+        return recovery.verify(self.directory)
+
+    def close(self) -> None:
+        """Close all files; more than once does no harm."""
+        for segment in self._segments:
+            segment.file.close()
+        self._refusal = f"the store {self.directory} is closed"
+        if self._lock >= 0:
+            fs.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> "ColdStore":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

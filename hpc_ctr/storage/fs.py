@@ -1,0 +1,345 @@
+"""The only file operations of the stores.
+
+Everything a store writes, renames, links, removes or reads goes through the functions of this module, so that
+a test can fail, stop or record any of them: ``probe``, when set, is called with (operation, path) before each
+one. Errors of the system become StorageError: one sentence with the path and what to do.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import h5py
+import numpy as np
+from numba import carray, njit, types
+
+from hpc_ctr.errors import StorageError
+from hpc_ctr.kernels.memory import pointer
+
+TEMPORARY = ".tmp"
+probe: Callable[[str, str], None] | None = None
+
+_COPY_BYTES = 8 << 20
+_END_OF_FILE = -1
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.voidptr, types.uintp, types.int64))
+_errno = types.ExternalFunction("__errno_location", types.voidptr())
+
+
+def storage_error(error: OSError, action: str, path: str) -> StorageError:
+    """What a user reads when ``action`` ("write", "read", ...) on ``path`` failed."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"no space left on the disk of {path}: free some, or point storage.dir (for a "
+                            "checkpoint: its directory) at a larger disk")
+    if error.errno == errno.EIO:
+        return StorageError(f"the disk failed to {action} {path} (input/output error): check the disk, then "
+                            "start from the last checkpoint on another one")
+    if error.errno == errno.ENOENT:
+        return StorageError(f"cannot {action} {path}: it is not there; was it removed by hand? Start from "
+                            "the last checkpoint")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorageError(f"cannot {action} {path}: {error.strerror}; make it writable or set storage.dir "
+                            "to another directory")
+    return StorageError(f"cannot {action} {path}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def _operation(name: str, path: str) -> Iterator[None]:
+    try:
+        if probe is not None:
+            probe(name, path)
+        yield
+    except OSError as error:
+        raise storage_error(error, name, path) from error
+
+
+def make_directory(path: str) -> None:
+    """Create a directory and its parents, durably; it may exist."""
+    if os.path.isdir(path):
+        return
+    with _operation("create", path):
+        os.makedirs(path, exist_ok=True)
+    sync_directory(os.path.dirname(os.path.abspath(path)))
+
+
+def list_directory(path: str) -> list[str]:
+    """Names in a directory, sorted."""
+    with _operation("list", path):
+        return sorted(os.listdir(path))
+
+
+def size(path: str) -> int:
+    """Bytes of a file."""
+    with _operation("inspect", path):
+        return os.stat(path).st_size
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or directory of this name."""
+    return os.path.exists(path)
+
+
+def create(path: str) -> int:
+    """Open a new, empty file for writing; a leftover of that name is overwritten. Returns the descriptor."""
+    with _operation("create", path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+
+def write(descriptor: int, path: str, data, offset: int) -> None:
+    """Write all of ``data`` at a byte offset."""
+    with _operation("write", path):
+        view = memoryview(data).cast("B")
+        while len(view):
+            done = os.pwrite(descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+
+def truncate(descriptor: int, path: str, length: int) -> None:
+    """Set a file's length."""
+    with _operation("resize", path):
+        os.ftruncate(descriptor, length)
+
+
+def sync(descriptor: int, path: str) -> None:
+    """Wait until a file's contents are on the disk."""
+    with _operation("sync", path):
+        os.fsync(descriptor)
+
+
+def sync_directory(path: str) -> None:
+    """Wait until names created, renamed or removed in a directory are on the disk."""
+    with _operation("sync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def rename(source: str, target: str) -> None:
+    """Rename within a file system, replacing ``target`` in one step."""
+    with _operation("rename", target):
+        os.replace(source, target)
+
+
+def remove(path: str) -> None:
+    """Remove a file; it may be gone already."""
+    with _operation("remove", path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_quietly(path: str) -> None:
+    """Remove a file while an error is on its way: what cannot be removed is left to the next open."""
+    with contextlib.suppress(StorageError):
+        remove(path)
+
+
+def link_or_copy(source: str, target: str) -> bool:
+    """Give a file a second name, or copy it (and sync the copy) on another file system; True when it was
+    linked."""
+    if source == target:
+        return True
+    try:
+        with _operation("link", target):
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                os.unlink(target)
+                os.link(source, target)
+            return True
+    except StorageError as error:
+        cause = error.__cause__
+        if getattr(cause, "errno", None) not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
+                                                 errno.EACCES, errno.ENOSYS):
+            raise
+    copy(source, target)
+    return False
+
+
+def copy(source: str, target: str) -> None:
+    """Copy a file through a temporary name; the copy is on the disk when this returns."""
+    temporary = target + TEMPORARY
+    reader = open_read(source)
+    try:
+        writer = create(temporary)
+        try:
+            offset = 0
+            while block := read(reader, source, offset, _COPY_BYTES):
+                write(writer, temporary, block, offset)
+                offset += len(block)
+            sync(writer, temporary)
+        finally:
+            os.close(writer)
+        rename(temporary, target)
+    except StorageError:
+        remove_quietly(temporary)
+        raise
+    finally:
+        os.close(reader)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a small file under its temporary name and sync it; ``rename`` then puts it in place."""
+    descriptor = create(path)
+    try:
+        write(descriptor, path, data, 0)
+        sync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: str) -> bytes:
+    """All bytes of a file."""
+    with _operation("read", path), open(path, "rb") as file:
+        return file.read()
+
+
+def open_read(path: str) -> int:
+    """Open for reading; returns the descriptor."""
+    with _operation("open", path):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor of this module."""
+    os.close(descriptor)
+
+
+def read(descriptor: int, path: str, offset: int, length: int) -> bytes:
+    """Up to ``length`` bytes at an offset."""
+    with _operation("read", path):
+        return os.pread(descriptor, length, offset)
+
+
+@njit(nogil=True, cache=True)
+def _read_all(descriptors, offsets, lengths, starts, buffer):
+    base = np.uint64(buffer.ctypes.data)
+    for i in range(len(descriptors)):
+        done = np.int64(0)
+        while done < lengths[i]:
+            n = _pread(np.int32(descriptors[i]), pointer(base + np.uint64(starts[i] + done)),
+                       np.uint64(lengths[i] - done), np.int64(offsets[i] + done))
+            if n > 0:
+                done += n
+                continue
+            code = np.int64(_END_OF_FILE) if n == 0 else np.int64(carray(_errno(), 1, np.int32)[0])
+            if code != 4:  # EINTR: a signal came, try again
+                return i, code
+    return -1, np.int64(0)
+
+
+def read_many(descriptors: np.ndarray, paths: list[str], which: np.ndarray, offsets: np.ndarray,
+              lengths: np.ndarray, starts: np.ndarray, buffer: np.ndarray) -> None:
+    """Read many byte ranges into one buffer, without Python per range.
+
+    Range i: ``lengths[i]`` bytes at ``offsets[i]`` of file ``which[i]`` (an index into ``descriptors`` int64
+    and ``paths``) go to ``buffer[starts[i]:]``; offsets, lengths, starts: int64 [n]; buffer: uint8,
+    C-contiguous.
+    """
+    if len(which) == 0:
+        return
+    if int((starts + lengths).max()) > buffer.nbytes:
+        raise ValueError("the buffer is too small for the ranges")
+    with _operation("read", paths[int(which[0])]):
+        failed, code = _read_all(descriptors[which], offsets, lengths, starts, buffer)
+    if failed >= 0:
+        path = paths[int(which[failed])]
+        if code == _END_OF_FILE:
+            raise StorageError(f"{path} is shorter than its rows: it was truncated; start from the last "
+                               "checkpoint")
+        raise storage_error(OSError(int(code), os.strerror(int(code))), "read", path)
+
+
+def lock(path: str) -> int:
+    """Take a lock file for this process; StorageError when another holds it. Returns the descriptor."""
+    descriptor = create(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise StorageError(f"the store {os.path.dirname(path)} is open already, here or in another process: "
+                           "close it, or give each run its own storage.dir") from error
+    except OSError:
+        pass  # a file system without locks: nothing to hold on to
+    return descriptor
+
+
+def free_bytes(path: str) -> int:
+    """Free bytes on the disk of ``path``."""
+    with _operation("inspect", path):
+        return shutil.disk_usage(path).free
+
+
+class Hdf5Target:
+    """A new file as h5py sees it (its ``fileobj`` driver), every write going through this module.
+
+    HDF5 cannot unwind a failed write cleanly. So the first error is kept, later writes do nothing, and
+    ``finish`` raises it when h5py has closed the file.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.error: BaseException | None = None
+        self.descriptor = create(path)
+        self._position = 0
+        self._length = 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._length)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, length: int = -1) -> bytes:
+        length = self._length - self._position if length < 0 else length
+        data = os.pread(self.descriptor, length, self._position).ljust(length, b"\0")
+        self._position += length
+        return data
+
+    def readinto(self, target) -> int:
+        target[:] = self.read(len(target))
+        return len(target)
+
+    def write(self, data) -> int:
+        self._attempt(write, self.descriptor, self.path, data, self._position)
+        self._position += len(data)
+        self._length = max(self._length, self._position)
+        return len(data)
+
+    def truncate(self, length: int | None = None) -> int:
+        self._length = self._position if length is None else length
+        self._attempt(truncate, self.descriptor, self.path, self._length)
+        return self._length
+
+    def flush(self) -> None:
+        pass
+
+    def _attempt(self, function, *arguments) -> None:
+        if self.error is None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self.error = error
+
+    def hdf5(self) -> h5py.File:
+        """The file, open for writing; close it before ``finish``. Rows begin at multiples of 4096 bytes."""
+        return h5py.File(self, "w", libver=("v110", "v110"), alignment_threshold=4096,
+                         alignment_interval=4096)
+
+    def check(self) -> None:
+        """Raise the error that a write met, if any."""
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        """Raise the error that a write met, if any; else sync the file."""
+        self.check()
+        sync(self.descriptor, self.path)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

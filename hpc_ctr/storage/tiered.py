@@ -1,0 +1,346 @@
+"""A table's rows on one rank: host memory first, segment files on SSD below, within one byte budget.
+
+Which tier a row is in shows in nothing but speed and counters.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_ctr.errors import StorageError
+from hpc_ctr.storage import cold_index, host_cache, recovery
+from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
+from hpc_ctr.storage.host_cache import DIRTY, EVICT_SHARE, FLOOR_ROWS, LIVE, HostCache
+from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
+from hpc_ctr.storage.segment import LAST_KEY, SegmentInfo, live_rows
+from hpc_ctr.units import format_bytes
+
+_HINT_SHARE = 32            # of the budget: notes of where rows lie that were read but not cached
+_HINT_BYTES = 16
+_WRITE_ROWS = 65536         # rows of one segment of an eviction or flush (an eighth of the cache when more)
+_LOAD_ROWS = 262144
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """Section ``storage`` of a job file.
+
+    dir: directory for segment files, on a local SSD; each rank and table has its own below it ("" = ``store``
+    in the run directory). host_budget: bytes of host memory of a rank for rows, of all tables together, or
+    "auto".
+    """
+
+    dir: str = ""
+    host_budget: int | str = "auto"
+
+
+@dataclass
+class StoreCounters:
+    """Rows served by each tier and bytes moved, since the store was opened."""
+
+    host_hits: int = 0
+    cold_hits: int = 0
+    missing: int = 0
+    rows_evicted: int = 0
+    segments_written: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+
+
+def budget_for(layout: RecordLayout, cached_rows: int, total_rows: int) -> int:
+    """The budget in bytes with which a table of ``total_rows`` keeps ``cached_rows`` in host memory."""
+    need = cold_index.bytes_for(total_rows) + host_cache.bytes_for(cached_rows, layout)
+    return -(-need * _HINT_SHARE // (_HINT_SHARE - 1)) + 1
+
+
+class TieredStore:
+    """Rows by key, in host memory and on disk, of one table on one rank. One thread uses it.
+
+    directory: of this table and rank alone; layout: of its rows; budget_bytes: for everything that the store
+    keeps in memory (cached rows and their index, the index of the cold tier); name: the table's. Leaving a
+    ``with`` block without an error flushes; ``close`` alone does not. Raises StorageError: names
+    storage.host_budget when the budget cannot hold the indexes, the file when one is damaged.
+    """
+
+    def __init__(self, directory: str, layout: RecordLayout, budget_bytes: int, name: str = "default",
+                 options: ColdStoreOptions | None = None):
+        self.layout, self.name, self.budget = layout, name, int(budget_bytes)
+        self.cold = ColdStore(directory, layout, name, options)
+        self._host_hits = self._cold_hits = self._missing = self._rows_evicted = 0
+        self._noted_keys, self._noted_locations = np.empty(0, np.uint64), np.empty(0, np.int64)
+        self._last_was_put = False
+        try:
+            self.cache = HostCache(layout, self._capacity(self.cold.rows))
+        except BaseException:
+            self.cold.close()
+            raise
+        self.cold.on_move = self._on_move
+
+    @classmethod
+    def restore(cls, directory: str, segments: Sequence[str | SegmentInfo], layout: RecordLayout,
+                budget_bytes: int, name: str = "default",
+                options: ColdStoreOptions | None = None) -> "TieredStore":
+        """A store of exactly these segments; where a key is in several, the last in this order wins.
+
+        The files are hard-linked, or copied from another file system; digests are checked where given. What
+        ``directory`` held before is dropped.
+        """
+        recovery.adopt(directory, layout, list(segments), name)
+        return cls(directory, layout, budget_bytes, name, options)
+
+    def load(self, segments: Sequence[str | SegmentInfo], first_key: int = 0,
+             last_key: int = LAST_KEY) -> int:
+        """Put the rows of segments whose keys are from ``first_key`` to ``last_key``; returns how many.
+
+        For another rank count: a rank's shards are one range of keys, and only that part of the files is
+        read.
+        """
+        paths = [s.path if isinstance(s, SegmentInfo) else s for s in segments]
+        total = 0
+        for keys, records, t in live_rows(paths, _LOAD_ROWS, first_key, last_key, self.layout):
+            self.put(keys, records, t)
+            total += len(keys)
+        return total
+
+    # --- memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory in use; never above the budget after an operation."""
+        return self.cold.nbytes + self.cache.nbytes + self._noted_keys.nbytes + self._noted_locations.nbytes
+
+    def _capacity(self, total_rows: int) -> int:
+        """Rows that the cache may hold when the store has ``total_rows``, all of which may sink one day."""
+        room = self.budget - self.budget // _HINT_SHARE - cold_index.bytes_for(total_rows)
+        capacity = host_cache.capacity_for(room, self.layout)
+        if capacity < FLOOR_ROWS:
+            need = budget_for(self.layout, FLOOR_ROWS, total_rows)
+            raise StorageError(f"storage.host_budget: {format_bytes(self.budget)} is too little for table "
+                               f"{self.name!r} with {total_rows} rows on this rank: the index of its cold "
+                               f"rows and the smallest cache need {format_bytes(need)}")
+        return capacity
+
+    def _backed(self) -> np.ndarray:
+        """For each slot that was ever used, whether it is free or known to be in the cold tier."""
+        cache = self.cache
+        return (cache.cold[:cache.high] >= 0) | (cache.flags[:cache.high] == 0)
+
+    def _fit(self, arriving: int) -> None:
+        """Shrink the cache to what the budget leaves when ``arriving`` more rows are in the store."""
+        capacity = self._capacity(self.cold.rows + int(np.count_nonzero(~self._backed())) + arriving)
+        if capacity >= self.cache.capacity:
+            return
+        if self.cache.count > capacity:
+            self._evict(self.cache.coldest(max(self.cache.count - capacity, capacity // EVICT_SHARE)))
+        self.cache.resize(capacity)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget; a smaller one takes effect at once, by eviction."""
+        before, self.budget = self.budget, int(budget_bytes)
+        self._forget_notes()
+        try:
+            self._fit(0)
+        except StorageError:
+            self.budget = before
+            raise
+        self.cache.resize(self._capacity(self.cold.rows + int(np.count_nonzero(~self._backed()))))
+        self.cold.tidy()
+
+    # --- rows
+
+    def get(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """Read rows: ``keys`` uint64 [n] distinct -> ``records`` [n, floats] and ``t`` uint32 [n] filled in.
+
+        Returns found bool [n]; rows that were not found are left untouched, and none is made. Rows from the
+        cold tier move into the cache where they are at least as warm as what is there. Raises StorageError
+        naming file and row when a row is damaged.
+        """
+        keys = as_keys(keys)
+        if not records.flags.c_contiguous:
+            copy = records.copy()
+            found = self.get(keys, copy, t)
+            records[...] = copy
+            return found
+        words = as_words(records, self.layout)
+        self.cache.now += 1
+        self._last_was_put = False
+        self._forget_notes()
+        slots = self.cache.lookup(keys)
+        self.cache.read(slots, np.arange(len(keys)), words, t)
+        self.cache.touch(slots)
+        found = slots >= 0
+        absent = np.flatnonzero(~found)
+        there, locations = self.cold.fetch(keys[absent], absent, words, t)
+        rows, locations = absent[there], locations[there]
+        found[rows] = True
+        self._host_hits += len(keys) - len(absent)
+        self._cold_hits += len(rows)
+        self._missing += len(absent) - len(rows)
+        admitted = self._make_room(len(rows))
+        self.cache.insert(keys[rows[:admitted]], rows[:admitted], words, t, locations[:admitted], dirty=False)
+        self._note(keys[rows[admitted:]], locations[admitted:])
+        self.cold.tidy()
+        return found
+
+    def put(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> None:
+        """Insert or overwrite rows: ``keys`` uint64 [n] distinct, ``records`` [n, floats], ``t`` uint32 [n].
+
+        Rows are dirty in the cache until ``flush`` or eviction; what the cache cannot take goes to the cold
+        tier at once, as one segment. After a StorageError some of the rows may be stored and others not.
+        """
+        keys = as_keys(keys)
+        words = as_words(np.ascontiguousarray(records), self.layout)
+        t = np.ascontiguousarray(t, np.uint32)
+        if self._last_was_put:
+            self.cache.now += 1     # a get and the put that follows it are one use
+        self._last_was_put = True
+        slots = self.cache.lookup(keys)
+        self.cache.write(slots, np.arange(len(keys)), words, t)
+        self.cache.touch(slots)
+        new = np.flatnonzero(slots < 0)
+        if len(new) == 0:
+            return
+        locations = self._look_up_notes(keys[new])
+        self._fit(int(np.count_nonzero(locations < 0)))
+        admitted = self._make_room(len(new), keys, words, t, new, locations)
+        new = new[:admitted]
+        self.cache.insert(keys[new], new, words, t, locations[:admitted], dirty=True)
+        self.cold.tidy()
+
+    def _make_room(self, arriving: int, keys=None, words=None, t=None, rows=None, locations=None) -> int:
+        """Evict for ``arriving`` rows; returns how many of them (the first ones) the cache takes.
+
+        The others, when they are given, go to the cold tier together with what is evicted.
+        """
+        free = self.cache.capacity - self.cache.count
+        if arriving <= free:
+            return arriving
+        replaceable = self.cache.replaceable()
+        admitted = min(arriving, free + replaceable)
+        evicted = min(max(admitted - free, self.cache.capacity // EVICT_SHARE), replaceable)
+        victims = self.cache.coldest(evicted)
+        if rows is None:
+            self._evict(victims)
+        else:
+            over = rows[admitted:]
+            self._evict(victims, keys[over], t[over], -1 - over, words, locations[admitted:])
+        return admitted
+
+    def _evict(self, victims: np.ndarray, keys=None, t=None, positions=None, words=None,
+               locations=None) -> None:
+        """Drop slots from the cache, dirty ones to a new segment; with them rows that were never in the
+        cache."""
+        cache = self.cache
+        dirty = victims[(cache.flags[victims] & DIRTY) != 0]
+        if keys is None:
+            keys, t, words = np.empty(0, np.uint64), np.empty(0, np.uint32), cache.slab
+            positions = locations = np.empty(0, np.int64)
+        step = max(_WRITE_ROWS, cache.capacity // 8)
+        for begin in range(0, len(dirty), step):
+            slots = dirty[begin:begin + step]
+            last = begin + step >= len(dirty)
+            count = len(keys) if last else 0
+            self.cold.write(np.concatenate([cache.keys[slots], keys[:count]]),
+                            np.concatenate([cache.t[slots], t[:count]]),
+                            np.concatenate([slots, positions[:count]]), cache.slab, words,
+                            np.concatenate([cache.cold[slots], locations[:count]]))
+        if not len(dirty):
+            self.cold.write(keys, t, positions, cache.slab, words, locations)
+        cache.drop(victims)
+        self._rows_evicted += len(victims)
+
+    def flush(self) -> None:
+        """Commit every dirty row to the cold tier; the cache keeps them, clean."""
+        cache = self.cache
+        dirty = cache.slots_where(LIVE | DIRTY)
+        step = max(_WRITE_ROWS, cache.capacity // 8)
+        for begin in range(0, len(dirty), step):
+            slots = dirty[begin:begin + step]
+            cache.cold[slots] = self.cold.write(cache.keys[slots], cache.t[slots], slots, cache.slab,
+                                                cache.slab, cache.cold[slots])
+            cache.flags[slots] = LIVE
+        self.cold.tidy()
+
+    # --- notes: where rows lie that a get read and the cache did not take, so that the put need not read them
+    # again
+
+    def _note(self, keys: np.ndarray, locations: np.ndarray) -> None:
+        limit = self.budget // _HINT_SHARE // _HINT_BYTES
+        order = np.argsort(keys[:limit])
+        self._noted_keys, self._noted_locations = keys[:limit][order], locations[:limit][order]
+
+    def _forget_notes(self) -> None:
+        self._note(np.empty(0, np.uint64), np.empty(0, np.int64))
+
+    def _look_up_notes(self, keys: np.ndarray) -> np.ndarray:
+        if not len(self._noted_keys):
+            return np.full(len(keys), -1, np.int64)
+        place = np.minimum(np.searchsorted(self._noted_keys, keys), len(self._noted_keys) - 1)
+        return np.where(self._noted_keys[place] == keys, self._noted_locations[place], -1)
+
+    def _on_move(self, keys: np.ndarray, locations: np.ndarray) -> None:
+        slots = self.cache.lookup(keys)
+        self.cache.cold[slots[slots >= 0]] = locations[slots >= 0]
+
+    # --- the whole table
+
+    def _unbacked(self) -> np.ndarray:
+        """Slots of rows that are nowhere but in the cache."""
+        slots = np.flatnonzero(~self._backed())
+        self.cache.cold[slots] = self.cold.locate(self.cache.keys[slots])
+        return slots[self.cache.cold[slots] < 0]
+
+    @property
+    def rows(self) -> int:
+        """Number of live rows in all tiers."""
+        return self.cold.rows + len(self._unbacked())
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def iterate(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Every live row once: (keys uint64 [m], records [m, floats], t uint32 [m]) with m <= batch_rows.
+
+        Segment by segment, in key order within each, then the rows that are in the cache alone. Nothing is
+        changed; the store must not be written to meanwhile.
+        """
+        for keys, records, t in self.cold.iterate(batch_rows):
+            self.cache.read(self.cache.lookup(keys), np.arange(len(keys)), as_words(records, self.layout), t)
+            yield keys, records, t
+        slots = self._unbacked()
+        slots = slots[np.argsort(self.cache.keys[slots])]
+        for begin in range(0, len(slots), batch_rows):
+            part = slots[begin:begin + batch_rows]
+            records = np.empty((len(part), self.layout.floats), self.layout.dtype)
+            t = np.empty(len(part), np.uint32)
+            self.cache.read(part, np.arange(len(part)), as_words(records, self.layout), t)
+            yield self.cache.keys[part], records, t
+
+    def segments(self) -> list[SegmentInfo]:
+        """The committed segments, oldest first, as a checkpoint takes them; call ``flush`` before."""
+        return self.cold.segments()
+
+    def counters(self) -> StoreCounters:
+        """What each tier has served, and the traffic to disk."""
+        done = self.cold.counters
+        return StoreCounters(self._host_hits, self._cold_hits, self._missing, self._rows_evicted,
+                             done.segments_written, done.bytes_written, done.bytes_read)
+
+    def verify(self) -> list[str]:
+        """Read all committed segments and say what is damaged, one sentence each."""
+        return self.cold.verify()
+
+    def close(self) -> None:
+        """Close the files. Rows that were not flushed are lost."""
+        self.cold.close()
+
+    def __enter__(self) -> "TieredStore":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self.close()

@@ -1,0 +1,153 @@
+"""Everything a running job holds: model, optimizer, tables, stores, replicas, counters."""
+
+import hashlib
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_ctr import models
+from hpc_ctr.comm.allreduce import make_allreduce
+from hpc_ctr.comm.session import Session, together
+from hpc_ctr.comm.trace import Trace, link_classes, total
+from hpc_ctr.embedding.table import make_tables
+from hpc_ctr.errors import UsageError
+from hpc_ctr.exchange.replicas import keys_of_owner, make_replicas
+from hpc_ctr.optim.build import make_dense_optimizer
+from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.storage.tiered import TieredStore
+from hpc_ctr.train.plan import PassBudget, make_plan
+
+
+class Job:
+    """One rank's part of a job. A context manager: leaving it closes the stores. Collective to make.
+
+    ``open_stores`` must be called before anything is trained or evaluated.
+
+    config: a resolved Config; num_dense and field_names describe the data; store_dir is the directory on local disk
+    below which this rank keeps its cold rows (one directory a table).
+    """
+
+    def __init__(self, config: Any, session: Session, num_dense: int, field_names: list[str], store_dir: Path):
+        self.config = config
+        self.session = session
+        self.device = choose_device(config.device, session)
+        self.dtype = getattr(torch, config.dtype)
+        self.autocast = config.precision == "bfloat16"
+        torch.set_num_threads(config.train.threads)
+        name = config.model.name
+        self.tables = make_tables(config.embedding, field_names, models.needs_first_order(name),
+                                  models.wants_vectors(name))
+        self.field_names = field_names
+        ranks_here = sum(host == session.hosts[session.rank] for host in session.hosts)
+        self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here)
+        self.replicas = make_replicas(session, config.rows.replica)
+        self.pass_budget = PassBudget(self.plan.passes, self.replicas.several)
+        self.trace = Trace(link_classes(session.hosts, session.rank))
+
+        torch.manual_seed(config.seed)  # the same dense parameters on every rank
+        spec = models.ModelSpec(num_dense, [models.TableSpec(t.name, [field_names[f] for f in t.fields], t.dim)
+                                            for t in self.tables], self.dtype)
+        self.model = models.build(name, spec, config.model.options).to(self.device, self.dtype)
+        self.allreduce = make_allreduce(config.merge.backend, session.comm)
+        self.optimizer = make_dense_optimizer(self.model.parameters(), config.dense, config.merge, self.allreduce)
+        torch.manual_seed(config.seed * 1_000_003 + session.rank)  # dropout and the like differ between ranks
+
+        self.store_dir = store_dir
+        self.stores: list[TieredStore] = []
+
+    def open_stores(self, segments: list[list[list[str]]] | None = None) -> None:
+        """Open this rank's tiers, one a table: empty, or with the rows of a checkpoint. Collective.
+
+        segments[table][old rank] lists segment files, oldest first. On the rank count that wrote them the files are
+        taken as they are; on another every rank reads the range of keys that it owns out of all. Whatever an earlier
+        run left in the directory is dropped.
+        """
+        rank, size = self.session.rank, self.session.size
+        with together(self.session.comm):
+            for number, table in enumerate(self.tables):
+                directory = str(self.store_dir / table.name)
+                layout = RecordLayout(table.width, table.state_width, table.dtype)
+                budget = self.plan.tiers[table.name]
+                files = segments[number] if segments else [[] for _ in range(size)]
+                same_ranks = len(files) == size
+                self.stores.append(TieredStore.restore(directory, files[rank] if same_ranks else [], layout, budget,
+                                                       table.name))
+                if not same_ranks:
+                    for of_rank in files:
+                        self.stores[-1].load(of_rank, *keys_of_owner(rank, size))
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for store in self.stores:
+            store.close()
+
+    def drop_stores(self) -> None:
+        """Close the tiers and remove their files: a checkpoint holds the rows."""
+        for store in self.stores:
+            store.close()
+        shutil.rmtree(self.store_dir, ignore_errors=True)
+
+    def tier_counters(self) -> dict[str, int]:
+        """Counters of this rank's stores, and their rows, summed over tables."""
+        out: dict[str, int] = {}
+        for store in self.stores:
+            for name, count in (asdict(store.counters()) | {"rows": store.rows}).items():
+                out[name] = out.get(name, 0) + count
+        return out
+
+    def bytes_so_far(self) -> dict[str, dict[str, int]]:
+        """Bytes by purpose and link class, over all ranks. Collective."""
+        mine = {purpose: dict(links) for purpose, links in self.trace.bytes.items()}
+        for purpose, count in self.allreduce.bytes_by_name.items():
+            mine.setdefault(purpose, {})["payload"] = count
+        return total(self.session.comm.allgather(mine))
+
+
+def choose_device(name: str, session: Session) -> torch.device:
+    """The torch device of this rank: GPUs are dealt to the ranks of a node in turn. Raises UsageError."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UsageError("device: cuda was asked for but torch sees no CUDA device; use device: auto or cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    here = [rank for rank, host in enumerate(session.hosts) if host == session.hosts[session.rank]]
+    device = torch.device("cuda", here.index(session.rank) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def rng_state() -> np.ndarray:
+    """torch's CPU generator as bytes (uint8): part of a checkpoint."""
+    return torch.get_rng_state().numpy()
+
+
+def set_rng_state(state: np.ndarray) -> None:
+    """Put torch's CPU generator where ``rng_state`` found it."""
+    torch.set_rng_state(torch.from_numpy(np.ascontiguousarray(state)))
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set of this process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def default_store_dir(config: Any) -> Path:
+    """Where the cold rows of a run lie: below storage.dir, else Slurm's local scratch, else in the run folder.
+
+    Outside the run folder the run's path is part of the name, so that two runs on one disk do not meet.
+    """
+    outside = config.storage.dir or os.environ.get("SLURM_TMPDIR")
+    if not outside:
+        return Path(config.run_dir) / "store"
+    run = Path(config.run_dir).resolve()
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+    return Path(os.path.expandvars(outside)).expanduser() / f"hpc_ctr-{run.name}-{digest}"

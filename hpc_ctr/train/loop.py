@@ -1,0 +1,191 @@
+"""The training loop."""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpc_ctr.comm.session import together
+from hpc_ctr.embedding.working_set import make_working_set
+from hpc_ctr.errors import DataError
+from hpc_ctr.exchange.pass_rows import PassRows, announce
+from hpc_ctr.metrics.binary import BinaryStats
+from hpc_ctr.train.feed import Feed, Pass
+from hpc_ctr.train.job import Job
+from hpc_ctr.train.plan import check_pass_budget
+from hpc_ctr.train.step import train_step
+
+
+@dataclass
+class Progress:
+    """Where training stands on this rank; all of it is in a checkpoint.
+
+    step: global steps done; window: steps since the last merge of rows; stats: predictions made while training.
+    """
+
+    step: int = 0
+    passes: int = 0
+    samples: int = 0  # over all ranks
+    last_row_merge: int = 0
+    stats: BinaryStats = field(default_factory=BinaryStats)
+
+
+@dataclass
+class PassReport:
+    """What a pass did, over all ranks, in the hands of every rank.
+
+    loss_sums float64 [steps] and samples int64 [steps]: per step, over the samples of all ranks.
+    """
+
+    first_step: int
+    loss_sums: np.ndarray
+    samples: np.ndarray
+    seconds: float
+    train_seconds: float
+    interrupted: bool
+
+
+def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassReport], None],
+        each_step: Callable[[int, float], None] | None = None) -> bool:
+    """Train until the data or ``train.max_steps`` ends, or a signal asks to stop. Collective.
+
+    ``each_pass`` is called on every rank after each pass, when all rows are back at their owners: it may evaluate and
+    save. Returns True when training is done, False when it was interrupted by SIGUSR1 or SIGTERM.
+    """
+    k_rows = job.config.rows.k_rows
+    with _flag_on_signal() as asked_to_stop:
+        while (limit := pass_limit(job, progress.step)) > 0:
+            begin = time.perf_counter()
+            opened = open_pass(job, feed, limit)
+            if opened is None:
+                break
+            work, tables = opened
+            loss_sums = np.zeros(work.steps)
+            started = time.perf_counter()
+            for step in range(work.steps):
+                batch, samples = work.batches[step], work.samples[step]
+                logits, loss = train_step(job.model, job.optimizer, tables, batch, samples, step, job.device, job.dtype,
+                                          job.autocast)
+                progress.step += 1
+                if batch.size:
+                    loss_sums[step] = loss * batch.size
+                    if np.isfinite(loss):  # else _report stops the job, on all ranks
+                        progress.stats.add(logits, batch.label)
+                if progress.step % k_rows == 0:
+                    merge_rows(job, tables, progress)
+                if each_step:
+                    each_step(progress.step, loss)
+            merge_rows(job, tables, progress)
+            train_seconds = time.perf_counter() - started
+            close_pass(job, tables)
+            progress.passes += 1
+            report = _report(job, work, loss_sums, progress, begin, train_seconds, asked_to_stop())
+            each_pass(report)
+            if report.interrupted:
+                return False
+    job.optimizer.finish()
+    return True
+
+
+def pass_limit(job: Job, step: int) -> int:
+    """Steps that the next pass may have: with several replicas it ends where rows merge anyway."""
+    limit = job.config.train.batches_per_pass
+    if job.replicas.several:
+        k_rows = job.config.rows.k_rows
+        limit = max(k_rows, limit // k_rows * k_rows) - step % k_rows
+    max_steps = job.config.train.max_steps
+    return min(limit, max_steps - step) if max_steps else limit
+
+
+def open_pass(job: Job, feed: Feed, limit: int) -> tuple[Pass, list[PassRows]] | None:
+    """Take the next batches, tell the homes what is needed, and bring the rows there. Collective."""
+    while True:
+        before = feed.position
+        work = feed.next_pass(limit)
+        if work is None:
+            return None
+        tables = []
+        for table in job.tables:
+            wanted = None
+            with together(job.session.comm):
+                wanted = make_working_set(table, work.batches, job.replicas.homes_of, len(job.replicas.members))
+            tables.append(announce(table, wanted, job.replicas, job.trace))
+        if _fits(job, work, tables):
+            break
+        feed.put_back(before)  # the homes' shares are larger than this rank's own keys let expect
+        limit = work.steps // 2
+    for rows, store in zip(tables, job.stores):
+        rows.pull(store, job.config.seed, job.device)
+    return work, tables
+
+
+def merge_rows(job: Job, tables: list[PassRows], progress: Progress) -> None:
+    """Merge shared rows between replicas, if any step was taken since the last merge. Collective."""
+    window = progress.step - progress.last_row_merge
+    if window and job.replicas.several:
+        with job.trace.timed("row_merge"):
+            for rows in tables:
+                rows.merge(window, job.config.rows.rule)
+    progress.last_row_merge = progress.step
+
+
+def close_pass(job: Job, tables: list[PassRows]) -> None:
+    """Bring all rows back to their owners' tiers. Collective."""
+    for rows, store in zip(tables, job.stores):
+        rows.push(store)
+
+
+def _fits(job: Job, work: Pass, tables: list[PassRows]) -> bool:
+    """Whether every home's share of the working set is within the budget of passes. Collective."""
+    needed = sum(batch.nbytes for batch in work.batches)
+    for rows in tables:
+        needed += job.pass_budget.bytes_of(rows.table, len(rows.home.keys), sum(len(s) for s in rows.home.serve),
+                                           sum(len(batch.keys) for batch in work.batches))
+    largest = max(job.session.comm.allgather(needed))
+    if work.steps == 1:
+        check_pass_budget(largest, job.pass_budget, "the rows of one step at their home rank")
+    return largest <= job.pass_budget.bytes
+
+
+def _report(job: Job, work: Pass, loss_sums: np.ndarray, progress: Progress, begin: float, train_seconds: float,
+            stop: bool) -> PassReport:
+    """Sum the pass over ranks, in rank order; stop the job when a loss is not a number. Collective."""
+    comm = job.session.comm
+    everyone = np.empty((comm.size, work.steps + 1))
+    comm.Allgather(np.append(loss_sums, float(stop)), everyone)
+    first = progress.step - work.steps
+    bad = np.argwhere(~np.isfinite(everyone[:, :-1]))
+    if len(bad):
+        rank, step = bad[np.argmin(bad[:, 1])]
+        raise DataError(f"the loss is not finite at step {first + step + 1} on rank {rank}; lower dense.lr or "
+                        "embedding.lr, or look for extreme values in the dense columns")
+    totals = work.samples.sum(1)
+    progress.samples += int(totals.sum())
+    sums = np.zeros(work.steps)
+    for row in everyone[:, :-1]:
+        sums += row
+    return PassReport(first, sums, totals, time.perf_counter() - begin, train_seconds, bool(everyone[:, -1].any()))
+
+
+class _flag_on_signal:
+    """While active, SIGUSR1 and SIGTERM only set a flag: ranks compare it at the end of a pass and stop together."""
+
+    def __enter__(self) -> Callable[[], bool]:
+        self._set = False
+        self._before = {}
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # not in the main thread: an embedding program keeps its own handlers
+                break
+        return lambda: self._set
+
+    def _on_signal(self, *_: Any) -> None:
+        self._set = True
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

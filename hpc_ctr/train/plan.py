@@ -1,0 +1,99 @@
+"""The memory plan: how storage.host_budget is shared between passes and tiers. Made before anything is allocated."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from hpc_ctr.embedding.table import Table
+from hpc_ctr.errors import UsageError
+from hpc_ctr.units import format_bytes, parse_bytes
+
+# Rows of a pass live outside the cache while it runs; the rest of the budget is for the tiers (docs/architecture.md).
+PASS_SHARE = 0.5
+AUTO_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class PassBudget:
+    """Host memory that a pass may take on a rank, and what things cost."""
+
+    bytes: int
+    several_replicas: bool
+
+    def row_bytes(self, table: Table) -> int:
+        """Host memory of one row of the working set: device table, key lists, and the owner's copy while it moves."""
+        record = table.floats * table.dtype.itemsize + 4
+        lists = 8 + 8 + 4 + 4 + 8  # keys at home and owner, scratch, dedup tables
+        return record * (3 if self.several_replicas else 1) + lists
+
+    def bytes_of(self, table: Table, new_rows: int, distinct: int, nnz: int) -> int:
+        """Cost of one more batch with ``distinct`` rows, ``new_rows`` of them new to the pass."""
+        return new_rows * self.row_bytes(table) + distinct * 8 + nnz * 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's share of memory, in bytes."""
+
+    host_budget: int
+    passes: int
+    tiers: dict[str, int]
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        out = [f"host budget of a rank: {format_bytes(self.host_budget)} (storage.host_budget)",
+               f"  passes (device tables in host memory, position lists, batches): {format_bytes(self.passes)}"]
+        return out + [f"  tiers of table {name} (host cache and the cold store's index): {format_bytes(share)}"
+                      for name, share in self.tiers.items()]
+
+
+def make_plan(host_budget: str | int, tables: list[Table], ranks_on_node: int) -> Plan:
+    """Divide the budget. ``auto`` is half of the memory that is available now, by the ranks of the node."""
+    budget = host_budget_bytes(host_budget, ranks_on_node)
+    passes = int(budget * PASS_SHARE)
+    weights = [table.floats * len(table.fields) for table in tables]
+    tiers = {table.name: int((budget - passes) * weight / sum(weights)) for table, weight in zip(tables, weights)}
+    return Plan(budget, passes, tiers)
+
+
+def host_budget_bytes(host_budget: str | int, ranks_on_node: int) -> int:
+    """storage.host_budget in bytes. Raises UsageError."""
+    if host_budget == "auto":
+        return int(psutil.virtual_memory().available * AUTO_SHARE / ranks_on_node)
+    return parse_bytes(host_budget, "storage.host_budget")
+
+
+def plan_lines(config: Any, ranks_on_node: int) -> tuple[list[str], list[str]]:
+    """For ``doctor``: the plan of a job as lines, and the problems it has. Allocates nothing."""
+    from hpc_ctr.data.source import field_names
+    from hpc_ctr.embedding.table import make_tables
+    from hpc_ctr.models import needs_first_order, wants_vectors
+
+    problems = []
+    names = field_names(config.data)
+    tables = make_tables(config.embedding, names, needs_first_order(config.model.name),
+                         wants_vectors(config.model.name))
+    plan = make_plan(config.storage.host_budget, tables, ranks_on_node)
+    lines = plan.lines()
+    budget = PassBudget(plan.passes, False)
+    for table in tables:
+        row = table.floats * table.dtype.itemsize
+        lines.append(f"  table {table.name}: {len(table.fields)} fields, dim {table.dim}, {table.optimizer}, "
+                     f"{row} bytes a record; a pass holds up to {plan.passes // budget.row_bytes(table):,} rows")
+        lines.append(f"  disk: {format_bytes(1e6 * (row + 16))} a million rows of table {table.name} in the cold "
+                     "store, twice that while segments are compacted, and once more for what checkpoints keep")
+    available = psutil.virtual_memory().available
+    if plan.host_budget * ranks_on_node > available:
+        problems.append(f"storage.host_budget: {ranks_on_node} ranks of this node would take "
+                        f"{format_bytes(plan.host_budget * ranks_on_node)} but {format_bytes(available)} is available; "
+                        "lower it or start fewer ranks a node")
+    return lines, problems
+
+
+def check_pass_budget(needed: int, budget: PassBudget, what: str) -> None:
+    """Raises UsageError when a pass of one step needs more than there is."""
+    if needed > budget.bytes:
+        raise UsageError(f"storage.host_budget: not even one batch fits: {what} needs {format_bytes(needed)} and a pass "
+                         f"may take {format_bytes(budget.bytes)} of it; raise storage.host_budget or lower "
+                         "data.batch_size")

@@ -1,0 +1,147 @@
+"""Interruption, resumption and the tiers change no bit of the loss series; the merge moves exactly 2S
+bytes.
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from accept_cli import base_job, complete_checkpoints, hpc_ctr, losses_by_step, ok, run_and_kill, summary
+from accept_cli import tiny_parameters, total_named, write_criteo, write_job
+
+EPOCHS, BATCH, RANKS = 2, 32, 2
+PASS, K = 20, 7                             # checkpoints at 40, 80, ... steps fall inside windows of 7
+DENSE_MERGE = r"dense.?merge|merge.?dense"
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory) -> Path:
+    """Enough rows for some 600 steps on two ranks, so that a kill falls well inside."""
+    path = tmp_path_factory.mktemp("clicks") / "clicks.tsv"
+    write_criteo(path, 21_000, 400, seed=2)
+    return path
+
+
+def job_of(folder: Path, clicks: Path, replica: str, dense: str) -> Path:
+    """Two epochs, a checkpoint every second pass, windows that do not fit the passes."""
+    return write_job(folder / "job.yaml", base_job(
+        folder, clicks, data={"batch_size": BATCH, "epochs": EPOCHS}, merge={"dense": dense, "k": K},
+        rows={"replica": replica, "k_rows": 5}, train={"batches_per_pass": PASS, "log_every": 1},
+        checkpoint={"every_passes": 2}))
+
+
+def exact(losses: dict[int, float]) -> dict[int, str]:
+    """Losses such that equal bits, and only those, compare equal (NaN too)."""
+    return {step: "nan" if loss is None or math.isnan(loss) else float(loss).hex()
+            for step, loss in losses.items()}
+
+
+def first_difference(got: dict, want: dict) -> str:
+    """Where two loss series part, in words; empty when they are the same."""
+    got, want = exact(got), exact(want)
+    for step in sorted(got.keys() | want.keys()):
+        if got.get(step) != want.get(step):
+            return f"step {step}: {got.get(step)} instead of {want.get(step)}"
+    return ""
+
+
+def assert_clear_end(killed, rank: int) -> None:
+    """A job that lost a rank ended non-zero in time and says which rank, or that it was killed."""
+    assert killed.returncode != 0, killed.output[-3000:]
+    assert killed.seconds < 60
+    for told in (rf"rank\W*{rank}\b", r"(?i)signal 9|killed|lost"):
+        assert re.search(told, killed.output), killed.output[-3000:]
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("replica, dense", [("rank", "kstep"), ("world", "sync")])
+def test_killed_and_resumed_twice_has_the_same_losses(replica, dense, clicks, tmp_path):
+    job = job_of(tmp_path, clicks, replica, dense)
+    whole_dir, cut_dir = tmp_path / "whole", tmp_path / "cut"
+    ok(hpc_ctr("train", job, "--run_dir", whole_dir, ranks=RANKS))
+    whole = losses_by_step(whole_dir)
+    assert len(whole) > 400 and sorted(whole) == list(range(1, len(whole) + 1))
+
+    for turn, victim in enumerate((1, 0)):          # the second time the rank that writes metrics.jsonl
+        args = ["--run_dir", cut_dir]
+        if turn or dense == "sync":                 # auto without a checkpoint: just start
+            args += ["--resume", "auto"]
+        killed = run_and_kill(job, cut_dir, tmp_path, *args, ranks=RANKS, victim=victim)
+        assert_clear_end(killed, victim)
+        assert not (cut_dir / "summary.json").exists() or summary(cut_dir).get("status") != "done"
+        assert killed.last_step < len(whole)
+        if turn:
+            assert "continuing from" in killed.output, killed.output[-3000:]
+
+    kept = complete_checkpoints(cut_dir)
+    assert kept
+    done = ok(hpc_ctr("train", job, "--run_dir", cut_dir, "--resume", "auto", ranks=RANKS))
+    assert "continuing from" in done.stdout + done.stderr
+    assert first_difference(losses_by_step(cut_dir), whole) == ""
+    a, b = summary(cut_dir), summary(whole_dir)
+    for key in ("test_auc", "test_logloss"):
+        assert a[key] == b[key], f"{key}: {a[key]} resumed, {b[key]} undisturbed"
+
+    # the undisturbed run also shows what moved
+    size = tiny_parameters() * 4
+    moved = total_named(b["bytes"], DENSE_MERGE)
+    if dense == "kstep":
+        merges = math.ceil(len(whole) / K)                  # the last one at the very end
+        assert moved == 2 * size * merges, f"{moved} bytes, expected 2 x {size} x {merges}"
+    else:
+        assert moved == 0
+
+
+@pytest.mark.parametrize("k", [1, 20])
+def test_dense_merge_bytes_are_twice_the_parameters_a_merge(k, clicks, tmp_path):
+    job = job_of(tmp_path, clicks, "world", "kstep")
+    run = tmp_path / f"k{k}"
+    ok(hpc_ctr("train", job, "--run_dir", run, "--merge.k", k, "--train.max_steps", 50, ranks=RANKS))
+    steps = max(losses_by_step(run))
+    assert steps == 50
+    assert total_named(summary(run)["bytes"], DENSE_MERGE) == 2 * 4 * tiny_parameters() * math.ceil(steps / k)
+
+
+def test_resumed_after_its_end_a_run_stays_as_it_is(clicks, tmp_path):
+    """--resume auto on a finished run says so, trains nothing more and keeps its results."""
+    job = job_of(tmp_path, clicks, "world", "kstep")
+    run = ["train", job, "--run_dir", tmp_path / "run", "--train.max_steps", 60]
+    ok(hpc_ctr(*run))
+    before, told = losses_by_step(tmp_path / "run"), summary(tmp_path / "run")
+    again = hpc_ctr(*run, "--resume", "auto")
+    assert again.returncode == 2 and "finished" in again.stderr and "Traceback" not in again.stderr
+    assert first_difference(losses_by_step(tmp_path / "run"), before) == ""
+    assert summary(tmp_path / "run")["test_logloss"] == told["test_logloss"]
+
+
+def test_one_replica_tiers_and_pass_length_are_invisible(tmp_path):
+    """The whole table in memory, a tenth of it, and another pass length: the same bits."""
+    clicks = tmp_path / "clicks.tsv"
+    distinct = write_criteo(clicks, 20_000, 20_000, seed=3, zipf=None)
+    dim = 16
+    record = 3 * (dim + 1) * 4                              # x, m and v of vector and first-order weight
+    job = write_job(tmp_path / "job.yaml", base_job(
+        tmp_path, clicks, data={"block_bytes": 1 << 20}, embedding={"dim": dim},
+        train={"batches_per_pass": 10}))
+    tenth = int(distinct * record * 0.9) // 10              # a tenth of the rows are only in the test part
+    runs = {}
+    for name, args in {"memory": [], "tenth": ["--storage.host_budget", tenth],
+                       "passes": ["--train.batches_per_pass", 3]}.items():
+        ok(hpc_ctr("train", job, "--run_dir", tmp_path / name, *args))
+        runs[name] = losses_by_step(tmp_path / name), summary(tmp_path / name)
+    losses, told = runs["memory"]
+    assert len(losses) >= 20_000 * 0.85 // 64
+    for name in ("tenth", "passes"):
+        assert first_difference(runs[name][0], losses) == "", name
+        for key in ("test_logloss", "test_auc"):
+            assert runs[name][1][key] == told[key], (name, key)
+    assert total_named(told["tiers"], "cold_hits") == 0, json.dumps(told["tiers"])
+    tiers = runs["tenth"][1]["tiers"]
+    for counter in ("cold_hits", "rows_evicted"):
+        assert total_named(tiers, counter) > 1000, json.dumps(tiers)
