@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import glob
 import os
 import types
 import typing
@@ -70,19 +69,10 @@ def load(path: str | os.PathLike[str], overrides: dict[str, str] | None = None) 
 def from_dict(tree: dict[str, Any], base: Path | None = None) -> Config:
     """A checked Config from nested dicts; relative data files that do not exist here are looked up below ``base``."""
     config = _build(Config, tree, "")
+    if base is not None and not config.data.base_dir:
+        config.data.base_dir = str(base.resolve())
     check(config)
-    if base is not None:
-        data = config.data
-        data.files, data.test_files = ([_beside(name, base) for name in names] for names in (data.files, data.test_files))
-        data.user_file, data.item_file = (_beside(name, base) for name in (data.user_file, data.item_file))
     return config
-
-
-def _beside(name: str, base: Path) -> str:
-    """A relative path or pattern that matches nothing here but something below ``base`` means the latter."""
-    if not name or os.path.isabs(name) or glob.glob(name) or not glob.glob(str(base / name)):
-        return name
-    return str(base / name)
 
 
 def apply_overrides(tree: dict[str, Any], overrides: dict[str, str]) -> dict[str, Any]:

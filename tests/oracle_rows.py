@@ -16,6 +16,7 @@ class Options:
     dim, first_order: a row's x is ``[vector of dim | one first-order weight if first_order]``.
     dense: "kstep" or "sync"; mode, guard, bias_correction, k only act on "kstep".
     rule: "mass", or for comparison "mean" (over touchers), "mean_all" (over all replicas), "sum".
+    ties: how the merged step count rounds a half: "up" or "even".
     """
 
     workers: int
@@ -29,6 +30,7 @@ class Options:
     row_eps: float = 1e-8
     k_rows: int = 20
     rule: str = "mass"
+    ties: str = "up"
     dense: str = "kstep"
     dense_lr: float = 0.001
     dense_betas: tuple[float, float] = (0.9, 0.999)
@@ -161,6 +163,15 @@ def effective_updates(touches: np.ndarray, window: int, rule: str) -> np.ndarray
     raise ValueError(f"no merge rule {rule}")
 
 
+def rounded(u: np.ndarray, ties: str) -> np.ndarray:
+    """u [n] to whole numbers.
+
+    U comes from float64 arithmetic in the order of the formula, so a half on paper may lie an ulp beside
+    itself: W = 20 and touches 5 and 2 give 6.499999999999999 for 6.5, and that rounds to 6.
+    """
+    return (np.floor(u + 0.5) if ties == "up" else np.rint(u)).astype(np.int64)
+
+
 def merged_moment(beta: float, u: np.ndarray, touches: np.ndarray, ref: np.ndarray, values: list[np.ndarray],
                   clip: bool) -> np.ndarray:
     """Moment of the merged row after u updates: what the touchers added to ``ref``, per unit of forgetting.
@@ -200,7 +211,7 @@ def merge_rows(replicas: list[Replica], ref: Rows, window: int, opt: Options) ->
     total = touches.sum(axis=0)
     touchers = (touches > 0).sum(axis=0)
     u = effective_updates(touches, window, opt.rule)
-    u_int = np.rint(u).astype(np.int64)                     # halves go to the even neighbour
+    u_int = rounded(u, opt.ties)
     share = (u / np.maximum(total, 1)).astype(ref.x.dtype)[:, None]
     x = ref.x + share * sum(x_i - ref.x for x_i in xs)
     if opt.row_optimizer == "adam":

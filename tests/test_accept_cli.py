@@ -51,15 +51,13 @@ WRONG_SETTINGS = {      # what: (sections of the job file, overrides, patterns o
     "label column not there": (
         {"data": {"schema": {"label": "bought >= 1", "dense": ["I1"], "categorical": ["C1"]}}}, [],
         [r"data\.schema\.label", r"\bbought\b"]),
-    "categorical column not there": (
-        {"data": {"schema": {"label": "label", "dense": ["I1"], "categorical": ["C99"]}}}, [],
-        [r"data\.schema\.categorical", r"\bC99\b"]),
     "k = 0": ({}, ["--merge.k", "0"], [r"merge\.k\b"]),
     "k_rows = 0": ({"rows": {"k_rows": 0}}, [], [r"rows\.k_rows\b"]),
     "not a choice": ({}, ["--merge.mode", "adamax"], [r"merge\.mode", r"adamax", r"\badam\b.*\bamsgrad\b"]),
     "not a number": ({}, ["--data.batch_size", "many"], [r"data\.batch_size", r"many"]),
     "not a size": ({"storage": {"host_budget": "plenty"}}, [], [r"storage\.host_budget", r"plenty"]),
-    "not even one batch fits": ({}, ["--storage.host_budget", "16KiB"], [r"storage\.host_budget", r"batch"]),
+    "not even one batch fits": ({}, ["--storage.host_budget", "64KiB"], [r"storage\.host_budget", r"batch"]),
+    "hardly anything fits": ({}, ["--storage.host_budget", "4KiB"], [r"storage\.host_budget"]),
     "unknown model": ({}, ["--model.name", "deepfn"], [r"model\.name", r"\bdeepfn\b", r"\bdeepfm\b"]),
 }
 
@@ -69,6 +67,24 @@ def test_wrong_setting(what, data, tmp_path):
     sections, overrides, named = WRONG_SETTINGS[what]
     job = write_job(tmp_path / "job.yaml", base_job(tmp_path, data, **sections))
     assert_usage_error(hpc_ctr("train", job, *overrides), tmp_path / "run", *named)
+
+
+RATINGS = """user_id:token\titem_id:token\trating:float\ttimestamp:float
+1\t7\t4\t100
+2\t7\t1\t101
+1\t8\t5\t102
+"""
+
+
+@pytest.mark.parametrize("schema, named", [
+    ({"label": "stars >= 4", "categorical": ["user_id", "item_id"]}, [r"data\.schema\.label", r"\bstars\b"]),
+    ({"label": "rating >= 4", "categorical": ["user_id", "shop_id"]},
+     [r"data\.schema\.categorical", r"\bshop_id\b"]),
+])
+def test_column_that_is_not_in_the_header(schema, named, tmp_path):
+    (tmp_path / "ratings.inter").write_text(RATINGS)
+    job = base_job(tmp_path, tmp_path / "ratings.inter", data={"format": "recbole", "schema": schema})
+    assert_usage_error(hpc_ctr("train", write_job(tmp_path / "job.yaml", job)), tmp_path / "run", *named)
 
 
 def test_missing_job_file(tmp_path):
@@ -83,7 +99,7 @@ def test_job_file_that_is_not_yaml(tmp_path):
 
 @pytest.mark.parametrize("override, named", [
     (["--merge.k", "0"], [r"merge\.k\b"]),
-    (["--storage.host_budget", "16KiB"], [r"storage\.host_budget"]),
+    (["--storage.host_budget", "64KiB"], [r"storage\.host_budget"]),
     (["--data.files", "[absent.tsv]"], [r"data\.files", r"absent\.tsv"]),
 ])
 def test_wrong_setting_on_two_ranks_is_said_once(override, named, data, tmp_path):
@@ -92,7 +108,7 @@ def test_wrong_setting_on_two_ranks_is_said_once(override, named, data, tmp_path
 
 
 @pytest.mark.parametrize("args, named", [
-    (["trian", "job.yaml"], r"\btrain\b"), ([], r"\btrain\b"), (["train"], "job")])
+    (["trian", "job.yaml"], r"\btrain\b"), ([], r"--help"), (["train"], "job")])
 def test_wrong_subcommand(args, named):
     done = hpc_ctr(*args)
     assert done.returncode == 2

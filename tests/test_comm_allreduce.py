@@ -136,6 +136,18 @@ def test_large_counts_travel_in_pieces(backend):
     parallel_assert(all(same))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@RANKS
+@pytest.mark.parametrize("backend", ["mpi", "horovod"])
+def test_tensors_on_a_gpu(backend):
+    reduce = make(backend)
+    tensors = [values(COMM.rank, count, torch.float64).cuda() for count in (7, 0, 100)]
+    reduce.sum_(tensors, "gpu")
+    wanted = [in_rank_order(t.numel(), torch.float64) for t in tensors]
+    parallel_assert(all(torch.allclose(t.cpu(), w, rtol=1e-12, atol=1e-9) for t, w in zip(tensors, wanted)))
+
+
 @RANKS
 def test_part_of_the_ranks():
     part = COMM.Split(color=COMM.rank % 2, key=COMM.rank)

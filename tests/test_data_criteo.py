@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from data_common import read_all
+
 from hpc_ctr.data.keys import id_keys, missing_key
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.data.source import open_source
@@ -62,9 +62,11 @@ BAD = [(1, "1\t2\t3\t4", "4 columns instead of 5"), (2, "1\t2\t3\t4\t5\t6", "6 c
        (6, "\t1\t1\t1\t1", "column 1 (label): the label is empty"), (7, "x\t\t\t\t", "'x' is not a label"),
        (8, "1\t12x\t\t\t", "column 2 (a): '12x' is not a number"), (9, "1\t\tnan\t\t", "column 3 (b): 'nan' is not a"),
        (10, "1\t\t1e\t\t", "'1e' is not a number"), (11, "1\t-\t\t\t", "column 2 (a): '-' is not a number"),
-       (13, "1\t\t\t0x12\t", "column 4 (f): '0x12' is not an id"), (14, "1\t\t\t\tg0", "column 5 (g): 'g0' is not an id"),
+       (13, "1\t\t\t0x12\t", "column 4 (f): '0x12' is not an id"),
+       (14, "1\t\t\t\tg0", "column 5 (g): 'g0' is not an id"),
        (15, "1\t\t\t0123456789abcdef0\t", "is not an id of 1 to 16 hex digits"),
-       (16, "1\t\t\tfffffffffffffffe\t", "the id 'fffffffffffffffe' is reserved"), (17, "1\t1e999\t\t\t", "not a number"),
+       (16, "1\t\t\tfffffffffffffffe\t", "the id 'fffffffffffffffe' is reserved"),
+       (17, "1\t1e999\t\t\t", "not a number"),
        (18, "1\t \t\t\t", "column 2 (a): ' ' is not a number"), (20, "1\t\t\t\t-", "'-' is not an id")]
 
 
@@ -92,7 +94,7 @@ def test_too_many_bad_rows_stop_the_run(tmp_path: Path) -> None:
     path.write_text("1\t1\t1\t1\t1\n" * 998 + "broken\n" + "1\t1\t1\t1\t1\n")
     read_all(criteo(path, schema=TWO, max_bad_share=0.001))                     # 1 of 1000: just allowed
     source = criteo(path, schema=TWO, max_bad_share=0.0009)
-    with pytest.raises(DataError, match=r"1 of 1000 rows .*data.max_bad_share = 0.0009 .*rows.tsv, line 999: 1 columns"):
+    with pytest.raises(DataError, match=r"1 of 1000 rows .*data.max_bad_share = 0.0009 .*tsv, line 999: 1 columns"):
         read_all(source)
     with pytest.raises(DataError, match="max_bad_share = 0 "), \
             criteo(path, schema=TWO, max_bad_share=0, batch_size=10).stream() as stream:
@@ -137,8 +139,9 @@ def test_file_that_shrinks(tmp_path: Path) -> None:
         read_all(source)
 
 
-@pytest.mark.parametrize("text", ["0", "-0", "7", "-12", "+3", "123456789012345", "0.1", "-3.75", "1e5", "2.5E-3", ".5", "5.",
-                                  "881250949", "1393632000.123", "0.0000001", "9007199254740993", "1e22", "1e-22"])
+@pytest.mark.parametrize("text", ["0", "-0", "7", "-12", "+3", "123456789012345", "0.1", "-3.75", "1e5", "2.5E-3", ".5",
+                                  "5.", "881250949", "1393632000.123", "0.0000001", "9007199254740993", "1e22",
+                                  "1e-22"])
 def test_numbers_are_read_as_python_reads_them(text: str) -> None:
     buf = np.frombuffer(text.encode(), np.uint8)
     assert parse_number(buf, 0, len(buf)) == (float(text), True)
@@ -152,7 +155,8 @@ def test_long_numbers_are_within_two_units(text: str) -> None:
     assert ok and abs(value - float(text)) <= 2 * math.ulp(float(text))
 
 
-@pytest.mark.parametrize("text", ["", "-", ".", "e5", "1e", "1e+", "1.2.3", "0x1", "nan", "inf", "1 ", " 1", "1,5", "--1"])
+@pytest.mark.parametrize("text", ["", "-", ".", "e5", "1e", "1e+", "1.2.3", "0x1", "nan", "inf", "1 ", " 1", "1,5",
+                                  "--1"])
 def test_not_numbers(text: str) -> None:
     buf = np.frombuffer(text.encode(), np.uint8)
     assert not parse_number(buf, 0, len(buf))[1]
@@ -178,8 +182,9 @@ def test_real_log_has_no_bad_rows() -> None:
 @pytest.mark.parametrize("block_bytes", ["auto", "1MiB"])
 def test_ten_damaged_lines_are_reported(tmp_path: Path, block_bytes: str) -> None:
     lines = (CRITEO8K / "train.tsv").read_text().splitlines()
-    damage = {3: lambda c: c[:-1], 1000: lambda c: [*c, "1"], 1001: lambda c: ["2", *c[1:]], 1500: lambda c: ["", *c[1:]],
-              2222: lambda c: [*c[:3], "1x", *c[4:]], 3333: lambda c: [*c[:20], "68fd1e6g", *c[21:]],
+    damage = {3: lambda c: c[:-1], 1000: lambda c: [*c, "1"], 1001: lambda c: ["2", *c[1:]],
+              1500: lambda c: ["", *c[1:]], 2222: lambda c: [*c[:3], "1x", *c[4:]],
+              3333: lambda c: [*c[:20], "68fd1e6g", *c[21:]],
               4000: lambda c: [], 5555: lambda c: [*c[:39], "not hex"], 7199: lambda c: [" ".join(c)],
               7200: lambda c: [*c[:13], "--3", *c[14:]]}
     for line, change in damage.items():

@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 
-from hpc_ctr.data.keys import (default_key, field_salt, field_salts, hash_bytes, id_keys, missing_key, mix, permutation,
-                               text_key)
+from hpc_ctr.data.keys import (
+    default_key,
+    field_salt,
+    field_salts,
+    hash_bytes,
+    id_keys,
+    missing_key,
+    mix,
+    permutation,
+    text_key,
+)
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from data_common import ONE, read_all, write_rows
+
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.data.schema import CategoricalColumn, DenseColumn, Label, Schema
 from hpc_ctr.data.source import field_names, open_source
@@ -50,15 +50,15 @@ REC = {"format": "recbole", "schema": {"label": "r > 3", "categorical": ["u"]}}
     ({"schema": {"categorical": [{"name": "C1"}]}}, r"data.schema.categorical\[0\].name: there is no such setting"),
     ({"schema": {"categorical": [3]}}, r"data.schema.categorical\[0\]: 3 must be a column name"),
     ({"schema": {"categorical": [{"separator": ","}]}}, r"data.schema.categorical\[0\].column: None must be the name"),
-    ({"schema": {"categorical": [{"column": "a", "missing": "drop"}]}}, r"categorical\[0\].missing: 'drop' is not one of"),
+    ({"schema": {"categorical": [{"column": "a", "missing": "drop"}]}}, "missing: 'drop' is not one of key, skip"),
     ({"schema": {"dense": [{"column": "a", "transform": "log"}]}},
      r"data.schema.dense\[0\].transform: 'log' is not one of none, log1p; did you mean 'log1p'\?"),
     ({"schema": {"dense": ["a", "a"]}}, "data.schema.dense: column 'a' is listed twice"),
     ({"schema": {"dense": [], "categorical": []}}, "nothing to learn from"),
     ({"schema": {"labels": "x"}}, r"data.schema.labels: there is no such setting .*did you mean 'label'\?"),
     ({"schema": 7}, "data.schema: 7 must be a mapping"),
-    ({**REC, "schema": {"label": "r >= ", "categorical": ["u"]}}, "data.schema.label: 'r >= ' is not \"column operator"),
-    ({**REC, "schema": {"label": "r => 4", "categorical": ["u"]}}, "data.schema.label: column 'r =' is not in|'r => 4'"),
+    ({**REC, "schema": {"label": "r >= ", "categorical": ["u"]}}, "data.schema.label: 'r >= ' is not \"column"),
+    ({**REC, "schema": {"label": "r => 4", "categorical": ["u"]}}, "data.schema.label: column 'r =' is not in"),
     ({**REC, "schema": {"label": "", "categorical": ["u"]}}, "data.schema.label: '' must be a column name"),
     ({**REC, "schema": {"label": "r > 3", "categorical": ["r"]}}, "column 'r' is the label; a model must not see it"),
 ])
@@ -120,7 +120,7 @@ def test_names_and_patterns_of_files(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(UsageError, match="is named twice"):
         rows([str(tmp_path / "part-*.tsv"), str(tmp_path / "part-1.tsv")])
     (tmp_path / "empty.tsv").write_text("")
-    with pytest.raises(UsageError, match="data.files: the files hold no rows"):
+    with pytest.raises(UsageError, match=r"data.files: the files hold no rows"):
         rows([str(tmp_path / "empty.tsv")])
     assert rows([str(tmp_path / "empty.tsv"), str(tmp_path / "part-0.tsv")]) == 10
     monkeypatch.chdir(tmp_path)

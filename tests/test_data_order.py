@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from data_common import options, read_all, row_numbers, same_batches, write_rows
+
 from hpc_ctr.data.batch import Batch
 from hpc_ctr.data.order import OrderState, Unit, deal, remaining, windows
 from hpc_ctr.data.source import Source
@@ -144,7 +144,7 @@ def test_stripes_of_all_ranks_are_the_batches_of_one(files: list[Path], size: in
     stripes = [read_all(s) for s in sources]
     assert len({len(mine) for mine in stripes}) == 1
     rows = [row_numbers(mine) for mine in stripes]
-    assert [sum((rows[r][i] for r in range(size)), []) for i in range(len(whole))] == whole
+    assert [list(itertools.chain(*(rows[r][i] for r in range(size)))) for i in range(len(whole))] == whole
     assert all(len(mine) == 5 for r in range(size) for mine in rows[r][:-1])
     bad = sources[0].merge_bad_rows([s.bad_rows for s in sources])
     assert bad.total == ROWS
@@ -185,7 +185,7 @@ def test_packed_files_resume_inside(tmp_path: Path, shuffle: bool) -> None:
                 seen += flat(read_all(source, state))
             assert sorted(seen) == wanted
     if not shuffle:
-        assert flat(whole[0]) + flat(whole[1]) != wanted and flat(read_all(ranks_of(paths, 1, shuffle=False)[0])) == wanted
+        assert flat(read_all(ranks_of(paths, 1, shuffle=False)[0])) == wanted
 
 
 def test_a_state_of_other_data_or_settings_is_refused(files: list[Path], tmp_path: Path) -> None:

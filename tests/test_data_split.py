@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from data_common import ThreadComm, on_ranks, options, read_all, row_numbers, write_rows
+
 from hpc_ctr.data import split
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.data.source import open_source
@@ -27,7 +27,8 @@ def test_threshold_is_that_of_sorting(monkeypatch, share: float, kind: str, size
     monkeypatch.setattr(split, "_CACHE_ROWS", cache)
     rng = np.random.default_rng(5)
     times = {"seconds": np.floor(rng.uniform(8.8e8, 8.9e8, 1000)), "ties": rng.integers(-3, 4, 1000) * 1.0,
-             "wild": rng.standard_normal(1000) * 10.0 ** rng.integers(-300, 300, 1000), "few": np.array([3.0, -0.0, 0.0]),
+             "wild": rng.standard_normal(1000) * 10.0 ** rng.integers(-300, 300, 1000),
+             "few": np.array([3.0, -0.0, 0.0]),
              "same": np.full(77, 12.5)}[kind]
 
     def on_rank(comm: ThreadComm) -> tuple[float, int]:
@@ -124,7 +125,7 @@ def test_split_by_files(tmp_path: Path) -> None:
     assert sum(b.size for b in read_all(open_source(opts, 1))) == 20
     assert sum(b.size for b in read_all(open_source(opts, 1, None, "test"))) == 5
     opts.test_files = [str(tmp_path / "c.tsv")]
-    with pytest.raises(UsageError, match="data.test_files: there is no file"):
+    with pytest.raises(UsageError, match=r"data.test_files: there is no file"):
         open_source(opts, 1, None, "test")
 
 
@@ -142,7 +143,7 @@ def test_one_ranks_usage_error_is_raised_on_all(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.tsv", 0, 20)
 
     def on_rank(comm: ThreadComm) -> None:
-        with pytest.raises(UsageError, match="data.files: there is no file"):
+        with pytest.raises(UsageError, match=r"data.files: there is no file"):
             open_source(options(path if comm.rank else tmp_path / "gone.tsv"), 1, comm)
 
     on_ranks(2, on_rank)

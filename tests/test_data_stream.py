@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from data_common import options, write_rows
+
 from hpc_ctr.data.prefetch import Prefetcher
 from hpc_ctr.data.source import PREFETCH, Source
 

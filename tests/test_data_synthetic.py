@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-
 from data_common import read_all
+
 from hpc_ctr.data import synthetic
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.data.source import open_source
@@ -140,5 +140,5 @@ def test_no_room_on_the_disk(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--out: .* free, and the files take about .*; choose another disk"):
         write_synthetic(dataclasses.replace(SMALL, rows=10**13), tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="--out: .* cannot be written"):
+    with pytest.raises(DataError, match=r"--out: .* cannot be written"):
         write_synthetic(SMALL, tmp_path / "file")

@@ -222,7 +222,8 @@ def test_resume_inside_a_window_is_bit_exact():
             (optimizer2.load_state_dict if through_dict else optimizer2.load_worker_state)(saved[end])
             run(model2, optimizer2, samples, end)
             optimizer2.finish()
-            pairs = [(getattr(optimizer2, name), getattr(optimizer, name)) for name in ("x", "m", "v", "vhat")]
+            names = ("x", "m", "v", "vhat")
+            pairs = [(getattr(optimizer2, name), getattr(optimizer, name)) for name in names]
             pairs.append((model2.flat(), model.flat()))
             parallel_assert(all(bits(a) == bits(b) for a, b in pairs))
 
@@ -344,8 +345,8 @@ def falling_rate(step: int) -> float:
 
 
 @pytest.mark.parallel(nprocs=2)
-@pytest.mark.parametrize("mode, plain", [("amsgrad", True), ("adam", False)])
-def test_shared_second_moment_reaches_the_optimum(mode, plain):
+@pytest.mark.parametrize("mode, plain, limit", [("amsgrad", True, 0.05), ("adam", False, 0.1)])
+def test_shared_second_moment_reaches_the_optimum(mode, plain, limit):
     """The example of arXiv 2109.05109: with a shared v-hat the mean gradient vanishes, in the paper's form
     (plain) and with guard and bias correction."""
     x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -355,7 +356,7 @@ def test_shared_second_moment_reaches_the_optimum(mode, plain):
         optimizer.param_groups[0]["lr"] = falling_rate(step)
         optimizer.step()
     mean_gradient = (two_slopes(0, x.item()) + two_slopes(1, x.item())) / 2
-    parallel_assert(abs(mean_gradient) < 0.05, msg=f"x {x.item()}, mean gradient {mean_gradient}")
+    parallel_assert(abs(mean_gradient) < limit, msg=f"x {x.item()}, mean gradient {mean_gradient}")
 
 
 def test_own_second_moments_do_not_reach_it():
@@ -370,6 +371,27 @@ def test_own_second_moments_do_not_reach_it():
         if (step + 1) % 10 == 0:
             xs = [sum(xs) / 2] * 2
     assert abs(two_slopes(0, xs[0]) + two_slopes(1, xs[0])) / 2 > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_takes_the_same_steps():
+    results = []
+    for device in ("cpu", "cuda"):
+        model = Model(torch.float32).to(device)
+        optimizer = KStepAdam(model.parameters(), LR, k=5)
+        for step in range(1, 24):
+            optimizer.zero_grad()
+            x = model.flat()
+            grad = gradient(0, step, x.detach().cpu().double().numpy(), 0.05)
+            (x * torch.from_numpy(grad).to(x)).sum().backward()
+            optimizer.step()
+        with optimizer.evaluating():
+            results.append(model.flat().detach().cpu())
+        state = optimizer.worker_state()
+        optimizer.load_worker_state(state)
+        assert optimizer.worker_state()["x"].tobytes() == state["x"].tobytes()
+    assert (results[0] - results[1]).abs().max() < 1e-6
 
 
 def test_replaced_and_missing_gradients():

@@ -1,5 +1,6 @@
 """The oracle's rows between replicas: the merge by hand, and symmetries."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from accept_common import concatenate, mixed_keys, random_batch
 from test_oracle_self import assert_rows_close, full_batch, run
 
 
-def scalar_mass_merge(ref, copies, touches, window, betas):
+def scalar_mass_merge(ref, copies, touches, window, betas, ties):
     """The rule for one row of width 1, in plain Python. ref, copies: (x, m, v, t)."""
     touchers = [i for i, a in enumerate(touches) if a]
     if not touchers:
@@ -27,7 +28,7 @@ def scalar_mass_merge(ref, copies, touches, window, betas):
     for a in touches:
         prod *= 1 - a / window
     u = min(total, max(max(touches), window * (1 - prod)))
-    u_int = round(u)
+    u_int = round(u) if ties == "even" else math.floor(u + 0.5)
     x = ref[0] + u / total * sum(copies[i][0] - ref[0] for i in touchers)
     moments = []
     for which, beta in zip((1, 2), betas):
@@ -61,10 +62,11 @@ def fake_replicas(rng, replicas, rows, window, opt, hold=0.8):
     return out, ref
 
 
+@pytest.mark.parametrize("ties", ["up", "even"])
 @pytest.mark.parametrize("window", [1, 3, 20])
-def test_mass_rule_by_hand(window):
+def test_mass_rule_by_hand(window, ties):
     rng = np.random.default_rng(window)
-    opt = oracle.Options(workers=4, dim=1, row_betas=(0.9, 0.99))
+    opt = oracle.Options(workers=4, dim=1, row_betas=(0.9, 0.99), ties=ties)
     replicas, ref = fake_replicas(rng, 4, 60, window, opt)
     want, seen = {}, set()
     for i, key in enumerate(ref.keys.tolist()):
@@ -76,7 +78,7 @@ def test_mass_rule_by_hand(window):
             record = (rows.x[j, 0], rows.state[j, 0], rows.state[j, 1], int(rows.t[j]))
             copies.append(record if here[0] else before)
             touches.append(int(replica.touches[j]) if here[0] else 0)
-        want[key] = scalar_mass_merge(before, copies, touches, window, (0.9, 0.99))
+        want[key] = scalar_mass_merge(before, copies, touches, window, (0.9, 0.99), ties)
         seen.add(sum(a > 0 for a in touches))
     assert seen >= {0, 1, 2, 3}
     oracle_rows.merge_rows(replicas, ref, window, opt)
@@ -101,6 +103,12 @@ def test_mass_rule_by_hand(window):
 def test_mass_counts(touches, window, mass):
     got = oracle_rows.effective_updates(np.array(touches)[:, None], window, "mass")
     np.testing.assert_allclose(got, [mass], rtol=0, atol=1e-12)
+
+
+def test_halves():
+    u = np.array([0.5, 1.5, 2.5, 6.499999999999999])
+    assert oracle_rows.rounded(u, "up").tolist() == [1, 2, 3, 6]
+    assert oracle_rows.rounded(u, "even").tolist() == [0, 2, 2, 6]
 
 
 def test_rows_touched_in_every_step_of_the_window_merge_to_the_mean():

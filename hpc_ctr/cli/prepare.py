@@ -33,7 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     for option in fields(SyntheticOptions):
         one.add_argument(f"--{option.name.replace('_', '-')}", type=type(option.default), default=option.default,
                          choices=MODELS if option.name == "model" else None, help=_HELP[option.name])
-    one.add_argument("--out", required=True, metavar="DIR", help="folder for train.tsv, test.tsv, job.yaml")
+    one.add_argument("--out", required=True, default=argparse.SUPPRESS, metavar="DIR",
+                     help="folder for train.tsv, test.tsv, job.yaml")
     one.set_defaults(run=run)
     two = whats.add_parser("movielens", help="MovieLens-100K from the RecBole wheel on PyPI")
     two.add_argument("--out", required=True, metavar="DIR", help="folder for the three files")

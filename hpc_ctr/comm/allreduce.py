@@ -135,8 +135,8 @@ class MpiAllreduce(Allreduce):
 class HorovodAllreduce(Allreduce):
     """Sums through Horovod's grouped allreduce.
 
-    comm must span the ranks of MPI's COMM_WORLD in its order. Horovod is imported and started here, after MPI.
-    Raises UsageError where it is missing or built without MPI.
+    comm must span the ranks of MPI's COMM_WORLD in its order. Horovod is imported and started here, after
+    MPI. Raises UsageError where it is missing or built without MPI.
     """
 
     backend = "horovod"
@@ -159,8 +159,8 @@ class HorovodAllreduce(Allreduce):
             hvd.init()
         if (hvd.rank(), hvd.size()) != (comm.rank, comm.size):
             raise UsageError(f"merge.backend: Horovod sees rank {hvd.rank()} of {hvd.size()} where MPI has "
-                             f"rank {comm.rank} of {comm.size}, so it was built for another MPI library; build "
-                             "it again with this environment's mpicxx, or set merge.backend: mpi")
+                             f"rank {comm.rank} of {comm.size}, so it was built for another MPI library; "
+                             "build it again with this environment's mpicxx, or set merge.backend: mpi")
         super().__init__(comm.rank, comm.size, note)
         self._hvd = hvd
 
@@ -170,8 +170,8 @@ class HorovodAllreduce(Allreduce):
                 self._hvd.grouped_allreduce_(piece, name=f"hpc_ctr.{name}.{number}", op=self._hvd.Sum)
         except self._hvd.HorovodInternalError as error:
             limit = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
-            raise HpcCtrError(f"Horovod could not finish the sum {name}: another rank failed or was more than "
-                              f"{limit} s late ({error})") from error
+            raise HpcCtrError(f"Horovod could not finish the sum {name}: another rank failed or was more "
+                              f"than {limit} s late ({error})") from error
 
 
 def make_allreduce(backend: str = "auto", comm: Any = None) -> Allreduce:

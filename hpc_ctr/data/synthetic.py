@@ -17,7 +17,6 @@ import numpy as np
 
 from hpc_ctr.data.schema import Schema, check_choice
 from hpc_ctr.errors import DataError, UsageError
-from hpc_ctr.kernels.parse import format_criteo
 from hpc_ctr.units import format_bytes
 
 MODELS = ("linear", "pairwise")
@@ -288,6 +287,9 @@ def _known(note: str, options: SyntheticOptions, out: str) -> dict[str, Any] | N
 
 
 def _write(options: SyntheticOptions, out: str, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+    # not at the top: the command line reads the options above at every start, and must not wait for numba
+    from hpc_ctr.kernels.parse import format_criteo
+
     model = ClickModel(options)
     total, done = options.rows + options.test_rows, 0
     summary: dict[str, Any] = {"settings": asdict(options), "rows": options.rows, "test_rows": options.test_rows}

@@ -49,7 +49,8 @@ class BinaryStats:
     def add(self, logits: Any, labels: Any) -> None:
         """Count samples: logits and labels, [B] arrays or tensors.
 
-        Labels are 0 or 1; AUC takes logits as float32. Raises DataError for a logit that is not finite and for another label; nothing is counted then.
+        Labels are 0 or 1; AUC takes logits as float32. Raises DataError for a logit that is not finite and
+        for another label; nothing is counted then.
         """
         logits, labels = _array(logits), _array(labels)
         with np.errstate(over="ignore"):  # what float32 cannot hold is reported as infinite below
@@ -60,7 +61,7 @@ class BinaryStats:
         bad = int(logits.size - np.isfinite(narrow).sum())
         if bad:
             raise DataError(f"loss is not finite: {bad} of {logits.size} logits are NaN or infinite; lower "
-                            "dense.lr or the row learning rate, or look for extreme values in the dense columns")
+                            "dense.lr or the row learning rate, or look for extreme values in dense columns")
         clicked = labels == 1
         if not np.all(clicked | (labels == 0)):
             strange = labels[~(clicked | (labels == 0))][0]
@@ -86,7 +87,8 @@ class BinaryStats:
 
     def to_array(self) -> np.ndarray:
         """float64 [SIZE] (counts are exact to 2^53); the sum of such arrays stands for all samples."""
-        return np.concatenate([self.counts.reshape(-1).astype(np.float64), [self.loss_sum, self.prediction_sum]])
+        sums = [self.loss_sum, self.prediction_sum]
+        return np.concatenate([self.counts.reshape(-1).astype(np.float64), sums])
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> "BinaryStats":

@@ -27,9 +27,9 @@ class KStepAdam(FlatOptimizer):
         x -= lr * (m / (1-b1^t)) / (sqrt(d) + eps)
 
     Without bias_correction the factors 1/(1-b^t) are 1. A merge, over the workers that stepped since the last
-    one: ``vhat = mean(c)`` (mode adam) or ``max(vhat, mean(c))`` (amsgrad); ``x = mean(x)`` on every worker, the
-    same bits; m, v and t stay local. It hands exactly 2 * merged_bytes to one ``merger.sum_`` under the name
-    "dense_merge". k counts global steps. Raises UsageError for settings that are not possible.
+    one: ``vhat = mean(c)`` (mode adam) or ``max(vhat, mean(c))`` (amsgrad); ``x = mean(x)`` on every worker,
+    the same bits; m, v and t stay local. It hands exactly 2 * merged_bytes to one ``merger.sum_`` under the
+    name "dense_merge". k counts global steps. Raises UsageError for settings that are not possible.
     """
 
     def __init__(self, params: Iterable[torch.nn.Parameter], lr: float = 1e-3,
@@ -105,7 +105,8 @@ class KStepAdam(FlatOptimizer):
     def averaged_x(self) -> torch.Tensor:
         """x [P] as a merge would leave it now, in a new array; training is not touched. Collective.
 
-        The sum is named "eval". Where no worker stepped since the last merge all x are equal, and nothing travels.
+        The sum is named "eval". Where no worker stepped since the last merge all x are equal; nothing
+        travels.
         """
         mean = self.x.clone()
         count = int(self._active.sum())

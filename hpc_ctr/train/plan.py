@@ -10,7 +10,7 @@ from hpc_ctr.errors import UsageError
 from hpc_ctr.units import format_bytes, parse_bytes
 
 # Rows of a pass live outside the cache while it runs; the rest of the budget is for the tiers (docs/architecture.md).
-PASS_SHARE = 0.5
+PASS_SHARE = 0.25
 AUTO_SHARE = 0.5
 
 
