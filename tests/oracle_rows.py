@@ -166,10 +166,10 @@ def effective_updates(touches: np.ndarray, window: int, rule: str) -> np.ndarray
 def rounded(u: np.ndarray, ties: str) -> np.ndarray:
     """u [n] to whole numbers.
 
-    U comes from float64 arithmetic in the order of the formula, so a half on paper may lie an ulp beside
-    itself: W = 20 and touches 5 and 2 give 6.499999999999999 for 6.5, and that rounds to 6.
+    U comes from float64 arithmetic, so a half on paper may lie an ulp beside itself: W = 20 and touches 5 and 2 give
+    6.499999999999999 for 6.5. The margin takes such a value for the half that it is.
     """
-    return (np.floor(u + 0.5) if ties == "up" else np.rint(u)).astype(np.int64)
+    return (np.floor(u + 0.5 + 1e-9) if ties == "up" else np.rint(u)).astype(np.int64)
 
 
 def merged_moment(beta: float, u: np.ndarray, touches: np.ndarray, ref: np.ndarray, values: list[np.ndarray],
