@@ -13,6 +13,7 @@ from hpc_ctr.checkpoint import save as checkpoint_save
 from hpc_ctr.checkpoint.state import Manifest, complete, find, read_manifest
 from hpc_ctr.comm import session as mpi
 from hpc_ctr.config import Config
+from hpc_ctr.data.badrows import BadRows
 from hpc_ctr.data.batch import Batch
 from hpc_ctr.data.batch_list import BatchList
 from hpc_ctr.data.order import OrderState
@@ -142,6 +143,7 @@ class _Run:
         self.line = line
         self.progress = Progress()
         self.seconds = 0.0
+        self._told_bad_rows = False
         self._window = [0.0, 0, 0]  # loss sum, samples, first step of the metrics line that is being filled
 
     def go(self, start: tuple[Path, Manifest] | None) -> int:
@@ -185,6 +187,7 @@ class _Run:
         hits = counters["host_hits"] / max(1, counters["host_hits"] + counters["cold_hits"])
         merge_share = (job.allreduce.seconds + job.trace.seconds["row_merge"]) / max(self.seconds, 1e-9)
         self._log_steps(report)
+        self._tell_bad_rows(self.feed.bad_rows())
         if self.log:
             self.log.write("pass", progress.step, loss=loss, auc=stats.auc(), logloss=stats.logloss(),
                            calibration=stats.calibration(), samples=samples, seconds=report.seconds,
@@ -196,6 +199,14 @@ class _Run:
         every = self.config.checkpoint.every_passes
         if every and progress.passes % every == 0 and not report.interrupted:
             self._save(finished=False)
+
+    def _tell_bad_rows(self, bad: BadRows) -> None:
+        """Say which rows could not be read when the first ones turn up; the summary has the rest."""
+        lines = bad.lines()
+        if lines and not self._told_bad_rows:
+            self._told_bad_rows = True
+            for line in lines:
+                self.line.say(line)
 
     def _log_steps(self, report: PassReport) -> None:
         """One line of metrics.jsonl for every ``train.log_every`` steps, counted over all passes."""
@@ -248,6 +259,7 @@ class _Run:
 
     def _summarise(self, result: BinaryStats | None) -> None:
         job, comm = self.job, self.job.session.comm
+        self._tell_bad_rows(self.feed.bad_rows())
         traffic = job.bytes_so_far()
         tiers = _sum_dicts(comm.allgather(job.tier_counters()))
         rss = comm.allgather(peak_rss_bytes())
@@ -265,7 +277,8 @@ class _Run:
             "ranks": job.session.size, "replicas": len(job.replicas.groups), "k": self.config.merge.k,
             "k_rows": self.config.rows.k_rows, "merges": job.optimizer.merges,
             "merged_bytes": job.optimizer.merged_bytes, "merge_backend": job.allreduce.backend, "bytes": traffic,
-            "tiers": tiers, "bad_rows": bad.count, "rows_read": bad.total, "peak_rss_bytes": max(rss),
+            "tiers": tiers, "bad_rows": bad.count, "rows_read": bad.total, "bad_row_examples": bad.examples,
+            "unmatched_rows": bad.unmatched, "peak_rss_bytes": max(rss),
             "device": str(job.device), "torch": torch.__version__}
         write_summary(Path(self.config.run_dir), summary)
 

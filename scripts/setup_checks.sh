@@ -119,8 +119,9 @@ explain() {  # 1: log; 2: the sentence where nothing better is known
     if grep -q -E 'No space left on device|Errno 28|Disk quota exceeded' "$1"; then
         rm -rf "$env/tmp"
         fail "disk full while writing to $env or $cache: free about 3 GB (9 GB where PyTorch brings CUDA) and run this again"
-    elif grep -q -E 'NewConnectionError|ConnectTimeout|Read timed out|ReadTimeout|Max retries|Temporary failure in name|Name or service not known|Network is unreachable|ProxyError|Connection refused|ConnectionResetError|SSLError' "$1"; then
-        fail "no network: pip cannot reach its package index; check the connection and HTTPS_PROXY, or set PIP_INDEX_URL to a mirror that can be reached, and run this again (log: $1)"
+    # told not to retry, pip says only that the index has nothing
+    elif grep -q -E 'NewConnectionError|ConnectTimeout|Read timed out|ReadTimeout|Max retries|Temporary failure in name|Name or service not known|Network is unreachable|ProxyError|Connection refused|ConnectionResetError|SSLError|\(from versions: none\)' "$1"; then
+        fail "no network: pip cannot reach its package index (or that has nothing for this Python); check the connection and HTTPS_PROXY, or set PIP_INDEX_URL to a mirror that can be reached, and run this again (log: $1)"
     fi
     missing=$(grep -m1 -o -E 'No matching distribution found for [^ ]+' "$1" || true)
     if [ -n "$missing" ]; then

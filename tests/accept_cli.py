@@ -96,7 +96,8 @@ def cli_env() -> dict[str, str]:
                  "PMI_", "PRTE_", "_PYTEST_MPI")
     env = {k: v for k, v in os.environ.items() if not k.startswith(inherited) or k.startswith("PRTE_MCA_")}
     env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-               PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe", OMP_NUM_THREADS="1",
+               PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe", OMPI_MCA_mpi_yield_when_idle="1",
+               OMP_NUM_THREADS="1",
                OMP_WAIT_POLICY="passive", COLUMNS="200", TERM="dumb")
     paths = [str(REPO), str(TESTS), *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))

@@ -166,8 +166,8 @@ def effective_updates(touches: np.ndarray, window: int, rule: str) -> np.ndarray
 def rounded(u: np.ndarray, ties: str) -> np.ndarray:
     """u [n] to whole numbers.
 
-    U comes from float64 arithmetic, so a half on paper may lie an ulp beside itself: W = 20 and touches 5 and 2 give
-    6.499999999999999 for 6.5. The margin takes such a value for the half that it is.
+    U comes from float64 arithmetic, so a half on paper may lie an ulp beside itself: W = 20 and touches 5 and 2
+    give 6.499999999999999 for 6.5. The margin takes such a value for the half that it is.
     """
     return (np.floor(u + 0.5 + 1e-9) if ties == "up" else np.rint(u)).astype(np.int64)
 

@@ -189,7 +189,7 @@ def damage(cells: list[str], how: int) -> list[str]:
     elif how == 5:
         cells[0] = ""                                       # no label
     elif how == 6:
-        cells[30] = "123456789ab"                           # more than 32 bits
+        cells[30] = "0123456789abcdef0"                     # more than 64 bits
     return cells
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 
+from hpc_ctr.cli.settings import settings_help
+
 EXAMPLES = """
 one process:    hpc-ctr train job.yaml
 workstation:    mpirun -n 4 hpc-ctr train job.yaml
@@ -15,8 +17,9 @@ Any setting of the job file can be given as --section.name VALUE. Exit codes: 0 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add this subcommand."""
-    parser = subparsers.add_parser("train", help="train a model as a job file says", epilog=EXAMPLES,
+    parser = subparsers.add_parser("train", help="train a model as a job file says",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.format_help = lambda: type(parser).format_help(parser) + EXAMPLES + "\n" + settings_help() + "\n"
     parser.add_argument("job", help="job file (YAML)")
     parser.add_argument("--resume", default="", metavar="auto|PATH",
                         help="continue: auto takes the run's last complete checkpoint, or starts anew where there is "

@@ -7,6 +7,9 @@ import psutil
 
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.errors import UsageError
+from hpc_ctr.storage.host_cache import FLOOR_ROWS
+from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.storage.tiered import budget_for
 from hpc_ctr.units import format_bytes, parse_bytes
 
 # Rows of a pass live outside the cache while it runs; the rest of the budget is for the tiers (docs/architecture.md).
@@ -49,11 +52,20 @@ class Plan:
 
 
 def make_plan(host_budget: str | int, tables: list[Table], ranks_on_node: int) -> Plan:
-    """Divide the budget. ``auto`` is half of the memory that is available now, by the ranks of the node."""
+    """Divide the budget. ``auto`` is half of the memory that is available now, by the ranks of the node.
+
+    Raises UsageError when it is too little to start with.
+    """
     budget = host_budget_bytes(host_budget, ranks_on_node)
     passes = int(budget * PASS_SHARE)
     weights = [table.floats * len(table.fields) for table in tables]
     tiers = {table.name: int((budget - passes) * weight / sum(weights)) for table, weight in zip(tables, weights)}
+    for table in tables:
+        need = budget_for(RecordLayout(table.width, table.state_width, table.dtype), FLOOR_ROWS, 0)
+        if tiers[table.name] < need:
+            raise UsageError(f"storage.host_budget: {format_bytes(budget)} leaves {format_bytes(tiers[table.name])} for "
+                             f"the tiers of table {table.name!r}, and the smallest cache takes {format_bytes(need)}; "
+                             "raise storage.host_budget")
     return Plan(budget, passes, tiers)
 
 
