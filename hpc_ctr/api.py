@@ -11,6 +11,7 @@ from hpc_ctr import config as job_file
 from hpc_ctr.checkpoint import load as checkpoint_load
 from hpc_ctr.checkpoint import save as checkpoint_save
 from hpc_ctr.checkpoint.state import Manifest, complete, find, read_manifest
+from hpc_ctr.cluster.launch import start_job
 from hpc_ctr.comm import session as mpi
 from hpc_ctr.config import Config
 from hpc_ctr.data.badrows import BadRows
@@ -35,7 +36,7 @@ def train(config: Config, resume: str = "", session: mpi.Session | None = None) 
     resume: "" starts anew; "auto" continues from the last complete checkpoint of the run, if there is one; else the
     path of a checkpoint or run folder to continue from.
     """
-    session = session or mpi.start()
+    session = session or start_job()
     comm = session.comm
     run_dir = Path(config.run_dir)
     root = Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
@@ -63,7 +64,7 @@ def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None 
 
     Returns the metrics: samples, clicks, auc, logloss, calibration, on every rank.
     """
-    session = session or mpi.start()
+    session = session or start_job()
     comm = session.comm
     folder = config = manifest = None
     with mpi.together(comm):

@@ -13,7 +13,6 @@ from hpc_ctr.data.batch import Batch
 from hpc_ctr.data.source import open_source
 from hpc_ctr.errors import UsageError
 
-
 # Learning rates and epochs that reach the plateau on the generated data.
 LR_SETTINGS: dict[str, Any] = {"data.batch_size": 2048, "data.epochs": 2, "embedding.lr": 3e-3, "dense.lr": 3e-3}
 PAIR_SETTINGS: dict[str, Any] = {"data.batch_size": 2048, "data.epochs": 2, "embedding.lr": 2e-3, "dense.lr": 1e-3}

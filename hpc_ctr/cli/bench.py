@@ -43,7 +43,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
     return _finish(results, args)
 
 
-def _finish(results, args: argparse.Namespace) -> int:  # noqa: ANN001
+def _finish(results, args: argparse.Namespace) -> int:
     if args.json:
         results.write(args.json)
     return 0

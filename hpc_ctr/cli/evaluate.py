@@ -17,10 +17,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     from hpc_ctr import api
-    from hpc_ctr.comm import session as mpi
+    from hpc_ctr.cluster.launch import start_job
     from hpc_ctr.report.run_folder import write_json
 
-    session = mpi.start()
+    session = start_job()
     metrics = api.evaluate(args.where, args.overrides, session)
     if session.is_root:
         print(json.dumps(metrics, indent=1))

@@ -1,7 +1,11 @@
 """How this process was started, and whether MPI saw the same."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from hpc_ctr.comm import session as mpi
+from hpc_ctr.errors import UsageError
 
 _MPI_LIBRARIES = ("libmpi.so", "libmpich.so", "libmpi_cray.so", "libmpi_mt.so")
 # SLURM_STEP_ID of what is no task of a step: the batch script and the external container
@@ -38,6 +42,16 @@ def size_problem(size: int, environ: Mapping[str, str]) -> str | None:
               if name.startswith("SLURM") else
               "use the mpirun of the MPI library that mpi4py loads (the one in the environment's bin folder)")
     return f"MPI sees {size} rank{'s' * (size != 1)} but {name} is {count}: they do not form one job; {remedy}"
+
+
+def start_job() -> mpi.Session:
+    """The MPI session of a job. Raises UsageError when what was started is not one job: N singletons would train N
+    models into one run folder."""
+    session = mpi.start()
+    problem = size_problem(session.size, os.environ)
+    if problem:
+        raise UsageError(problem)
+    return session
 
 
 def mpi_libraries(maps: str | None = None) -> list[str]:

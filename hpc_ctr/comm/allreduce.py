@@ -10,7 +10,8 @@ import io
 import os
 import time
 from collections import Counter
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 

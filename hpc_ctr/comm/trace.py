@@ -2,9 +2,9 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Iterator
 
 LINKS = ("same_node", "other_node", "payload")
 

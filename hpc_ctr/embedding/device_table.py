@@ -117,7 +117,7 @@ class PooledGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, values, index, offsets, fields, batch, dim):  # noqa: D102
+    def forward(ctx, values, index, offsets, fields, batch, dim):
         vectors = values.new_empty((batch, fields, dim))
         first = values.new_empty((batch, fields) if values.shape[1] > dim else (0, 0))
         kernel.pool_bags(values.detach().numpy(), index, offsets, fields, batch, dim, vectors.numpy(), first.numpy())
@@ -125,7 +125,7 @@ class PooledGather(torch.autograd.Function):
         return vectors, first
 
     @staticmethod
-    def backward(ctx, vectors_grad, first_grad):  # noqa: D102
+    def backward(ctx, vectors_grad, first_grad):
         index, offsets, fields, batch, dim, shape = ctx.bags
         out = vectors_grad.new_empty(shape)
         kernel.spread_gradients(index, offsets, fields, batch, dim, vectors_grad.contiguous().numpy(),

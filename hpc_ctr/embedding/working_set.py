@@ -1,7 +1,7 @@
 """The working set of a rank: the distinct keys of a pass, and where each batch finds its values among them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 

@@ -110,10 +110,14 @@ class TieredStore:
         """Bytes of memory in use; never above the budget after an operation."""
         return self.cold.nbytes + self.cache.nbytes + self._noted_keys.nbytes + self._noted_locations.nbytes
 
+    def _room(self, total_rows: int) -> int:
+        """Rows that the budget leaves to the cache when the store has ``total_rows``; too few, perhaps."""
+        room = self.budget - self.budget // _HINT_SHARE - cold_index.bytes_for(total_rows)
+        return host_cache.capacity_for(room, self.layout)
+
     def _capacity(self, total_rows: int) -> int:
         """Rows that the cache may hold when the store has ``total_rows``, all of which may sink one day."""
-        room = self.budget - self.budget // _HINT_SHARE - cold_index.bytes_for(total_rows)
-        capacity = host_cache.capacity_for(room, self.layout)
+        capacity = self._room(total_rows)
         if capacity < FLOOR_ROWS:
             need = budget_for(self.layout, FLOOR_ROWS, total_rows)
             raise StorageError(f"storage.host_budget: {format_bytes(self.budget)} is too little for table "
@@ -126,9 +130,25 @@ class TieredStore:
         cache = self.cache
         return (cache.cold[:cache.high] >= 0) | (cache.flags[:cache.high] == 0)
 
-    def _fit(self, arriving: int) -> None:
-        """Shrink the cache to what the budget leaves when ``arriving`` more rows are in the store."""
-        capacity = self._capacity(self.cold.rows + int(np.count_nonzero(~self._backed())) + arriving)
+    def _most_rows(self) -> int:
+        """Live rows in all tiers, those that are not known to be in the cold tier counted as new ones."""
+        return self.cold.rows + int(np.count_nonzero(~self._backed()))
+
+    def _fit(self, keys: np.ndarray, locations: np.ndarray) -> None:
+        """Shrink the cache to what the budget leaves when ``keys`` are in the store as well.
+
+        ``locations``: where the cold tier has their rows, -1 where that is not known; filled in when it
+        matters.
+        """
+        arriving = int(np.count_nonzero(locations < 0))
+        capacity = self._room(self._most_rows() + arriving)
+        if capacity < max(self.cache.count, FLOOR_ROWS):
+            # rows that may be old were counted as new: look before others are evicted, or the put is refused
+            unknown = np.flatnonzero(locations < 0)
+            locations[unknown] = self.cold.locate(keys[unknown])
+            self._unbacked()
+            arriving = int(np.count_nonzero(locations < 0))
+            capacity = self._capacity(self._most_rows() + arriving)
         if capacity >= self.cache.capacity:
             return
         if self.cache.count > capacity:
@@ -140,11 +160,12 @@ class TieredStore:
         before, self.budget = self.budget, int(budget_bytes)
         self._forget_notes()
         try:
-            self._fit(0)
+            self._unbacked()
+            self._fit(np.empty(0, np.uint64), np.empty(0, np.int64))
         except StorageError:
             self.budget = before
             raise
-        self.cache.resize(self._capacity(self.cold.rows + int(np.count_nonzero(~self._backed()))))
+        self.cache.resize(self._capacity(self._most_rows()))
         self.cold.tidy()
 
     # --- rows
@@ -202,7 +223,7 @@ class TieredStore:
         if len(new) == 0:
             return
         locations = self._look_up_notes(keys[new])
-        self._fit(int(np.count_nonzero(locations < 0)))
+        self._fit(keys[new], locations)
         admitted = self._make_room(len(new), keys, words, t, new, locations)
         new = new[:admitted]
         self.cache.insert(keys[new], new, words, t, locations[:admitted], dirty=True)

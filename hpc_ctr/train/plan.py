@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
+from hpc_ctr.cluster.memory import memory
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.errors import UsageError
 from hpc_ctr.storage.host_cache import FLOOR_ROWS
@@ -72,7 +71,7 @@ def make_plan(host_budget: str | int, tables: list[Table], ranks_on_node: int) -
 def host_budget_bytes(host_budget: str | int, ranks_on_node: int) -> int:
     """storage.host_budget in bytes. Raises UsageError."""
     if host_budget == "auto":
-        return int(psutil.virtual_memory().available * AUTO_SHARE / ranks_on_node)
+        return int(memory().available * AUTO_SHARE / ranks_on_node)
     return parse_bytes(host_budget, "storage.host_budget")
 
 
@@ -95,7 +94,7 @@ def plan_lines(config: Any, ranks_on_node: int) -> tuple[list[str], list[str]]:
                      f"{row} bytes a record; a pass holds up to {plan.passes // budget.row_bytes(table):,} rows")
         lines.append(f"  disk: {format_bytes(1e6 * (row + 16))} a million rows of table {table.name} in the cold "
                      "store, twice that while segments are compacted, and once more for what checkpoints keep")
-    available = psutil.virtual_memory().available
+    available = memory().available
     if plan.host_budget * ranks_on_node > available:
         problems.append(f"storage.host_budget: {ranks_on_node} ranks of this node would take "
                         f"{format_bytes(plan.host_budget * ranks_on_node)} but {format_bytes(available)} is available; "

@@ -1,0 +1,636 @@
+"""Failing disks, crashes at any file operation, and damage: the committed rows survive, or an error names them.
+
+Run as a program (with a directory) it kills real processes at each of their file operations.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hpc_ctr.errors import StorageError
+from hpc_ctr.storage import fs, manifest, recovery
+from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
+from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.storage.tiered import TieredStore, budget_for
+
+LAYOUT = RecordLayout(2, 4)
+BUDGET = budget_for(LAYOUT, 100, 2000)
+OPTIONS = ColdStoreOptions(output_rows=40)
+
+
+def rows_of(keys, version):
+    """(keys, records, t) whose contents follow from key and version."""
+    keys = np.asarray(keys, np.uint64)
+    records = (keys[:, None] * np.float32(8) + np.arange(LAYOUT.floats) + np.float32(version) / 16).astype(np.float32)
+    return keys, records, np.full(len(keys), version, np.uint32)
+
+
+def as_dict(keys, records, t):
+    """key -> (bytes of the record, t)."""
+    return {int(k): (r.tobytes(), int(s)) for k, r, s in zip(keys, records, t, strict=True)}
+
+
+def everything(store):
+    """All rows of a store, cold or tiered."""
+    rows = {}
+    for batch in store.iterate(50):
+        rows.update(as_dict(*batch))
+    return rows
+
+
+def contents(directory, clean=True):
+    """What a new process would find in a directory; ``clean``: opening has removed all leftovers."""
+    with ColdStore(str(directory), LAYOUT) as store:
+        rows = everything(store)
+        assert store.rows == len(rows) and store.verify() == []
+        if clean:
+            live = {os.path.basename(s.path) for s in store.segments()}
+            assert set(os.listdir(directory)) == live | {manifest.NAME, recovery.LOCK}
+        return rows
+
+
+class Crash(BaseException):
+    """The process ends here: no handler of the store may take this for an error of the disk."""
+
+
+class Fault:
+    """A probe for storage/fs.py that lets file operation number ``at`` fail, and all later ones if ``lasting``."""
+
+    def __init__(self, at, make_error, lasting=False, only=None):
+        self.at, self.make_error, self.lasting, self.only = at, make_error, lasting, only
+        self.seen = []
+
+    def __call__(self, operation, path):
+        if self.only and operation != self.only:
+            return
+        self.seen.append((operation, os.path.basename(path)))
+        number = len(self.seen) - 1
+        if number == self.at or (self.lasting and number > self.at):
+            raise self.make_error()
+
+    @property
+    def struck(self):
+        """Whether the operation was reached."""
+        return len(self.seen) > self.at
+
+
+def input_output_error():
+    return OSError(errno.EIO, "Input/output error")
+
+
+def disk_full():
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Put a Fault in place, or take it away (None)."""
+    return lambda fault: monkeypatch.setattr(fs, "probe", fault)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """No waiting for the disk: what matters is the order of the operations."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+# --- a failure at each file operation
+
+
+FIRST = rows_of(range(0, 90), 1)
+SECOND = rows_of(range(30, 80), 2)
+BEFORE = as_dict(*FIRST)
+AFTER = BEFORE | as_dict(*SECOND)
+PUBLISH = ("rename", manifest.NAME)
+
+FAILURES = {"error": (input_output_error, False), "disk full": (disk_full, True), "crash": (Crash, True)}
+
+
+def copy_of(tmp_path, base, number):
+    """A fresh copy of a store's directory."""
+    target = tmp_path / f"try{number}"
+    shutil.copytree(base, target)
+    return target
+
+
+def base_store(tmp_path):
+    """A directory with one committed segment of FIRST."""
+    with ColdStore(str(tmp_path / "base"), LAYOUT) as store:
+        store.put(*FIRST)
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_put_fails_at_each_operation(tmp_path, inject, fast, kind):
+    """After an error in a put, at whatever operation, the store holds all of it or nothing, as the manifest says."""
+    base = base_store(tmp_path)
+    make_error, lasting = FAILURES[kind]
+    number, outcomes = 0, set()
+    while True:
+        directory = copy_of(tmp_path, base, number)
+        store = ColdStore(str(directory), LAYOUT, options=OPTIONS)
+        fault = Fault(number, make_error, lasting)
+        inject(fault)
+        returned = _survives(lambda store=store: store.put(*SECOND))
+        inject(None)
+        committed = PUBLISH in fault.seen[:number]
+        # rows are served even now, and the process sees what it has committed, or the state before
+        if kind != "crash":
+            assert everything(store) in ((AFTER,) if returned else (BEFORE, AFTER))
+        store.close()
+        assert contents(directory) == (AFTER if committed else BEFORE)
+        assert committed or not returned
+        outcomes.add(committed)
+        if not fault.struck:
+            break
+        shutil.rmtree(directory)
+        number += 1
+    assert outcomes == {False, True} and number > 10
+
+
+def _survives(action):
+    """Run an action; whether it returned. It may raise StorageError or Crash, nothing else."""
+    try:
+        action()
+    except (StorageError, Crash):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_compaction_fails_at_each_operation(tmp_path, inject, fast, kind):
+    """Compaction moves rows between files, so whatever happens in it changes no row."""
+    base = tmp_path / "base"
+    with ColdStore(str(base), LAYOUT, options=ColdStoreOptions(stale_share=1.0)) as store:
+        store.put(*FIRST)
+        store.put(*SECOND)
+        assert len(store.segments()) == 2
+    make_error, lasting = FAILURES[kind]
+    number = 0
+    while True:
+        directory = copy_of(tmp_path, base, number)
+        store = ColdStore(str(directory), LAYOUT, options=OPTIONS)
+        fault = Fault(number, make_error, lasting)
+        inject(fault)
+        _survives(store.compact)
+        inject(None)
+        if kind != "crash":
+            assert everything(store) == AFTER
+        store.close()
+        assert contents(directory) == AFTER
+        if not fault.struck:
+            break
+        shutil.rmtree(directory)
+        number += 1
+    assert number > 10
+
+
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_open_fails_at_each_operation(tmp_path, inject, fast, kind):
+    """An opening that fails, with leftovers to remove or in a new directory, can be tried again."""
+    base = base_store(tmp_path)
+    (base / "manifest.json.tmp").write_bytes(b"half")
+    (base / "segment-0000000077.h5").write_bytes(b"not committed")
+    for start, expected in ((base, BEFORE), (None, {})):
+        number = 0
+        while True:
+            directory = copy_of(tmp_path, start, number) if start else tmp_path / f"try{number}"
+            make_error, lasting = FAILURES[kind]
+            fault = Fault(number, make_error, lasting)
+            inject(fault)
+            _survives(lambda directory=directory: ColdStore(str(directory), LAYOUT).close())
+            inject(None)
+            assert contents(directory) == expected
+            shutil.rmtree(directory)
+            if not fault.struck:
+                break
+            number += 1
+        assert number > 4
+
+
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_restore_fails_at_each_operation(tmp_path, inject, fast, kind):
+    """A restore that fails leaves the old store as it was; done again, it gives the checkpoint's rows."""
+    base = base_store(tmp_path)
+    with ColdStore(str(tmp_path / "checkpoint"), LAYOUT, options=ColdStoreOptions(stale_share=1.0)) as store:
+        store.put(*FIRST)
+        store.put(*SECOND)
+        segments = store.segments()
+    number = 0
+    while True:
+        directory = copy_of(tmp_path, base, number)
+        make_error, lasting = FAILURES[kind]
+        fault = Fault(number, make_error, lasting)
+        inject(fault)
+        _survives(lambda directory=directory: recovery.adopt(str(directory), LAYOUT, segments))
+        inject(None)
+        assert contents(directory) == (AFTER if PUBLISH in fault.seen[:number] else BEFORE)
+        recovery.adopt(str(directory), LAYOUT, segments)
+        assert contents(directory) == AFTER
+        if not fault.struck:
+            break
+        shutil.rmtree(directory)
+        number += 1
+    assert number > 8
+
+
+def test_restore_into_a_new_directory_fails(tmp_path, inject, fast):
+    """Without a manifest nothing is made up out of segments; the restore is done again."""
+    base = base_store(tmp_path)
+    with ColdStore(str(base), LAYOUT) as store:
+        segments = store.segments()
+    target = tmp_path / "new"
+    inject(Fault(0, Crash, lasting=True, only="rename"))
+    assert not _survives(lambda: recovery.adopt(str(target), LAYOUT, segments))
+    inject(None)
+    with pytest.raises(StorageError, match=r"no manifest\.json"):
+        ColdStore(str(target), LAYOUT)
+    recovery.adopt(str(target), LAYOUT, segments)
+    assert contents(target) == BEFORE
+
+
+@pytest.mark.parametrize("kind", ["error", "disk full"])
+def test_tiered_store_at_each_operation(tmp_path, inject, fast, kind):
+    """A put that has to evict fails anywhere: every row is served as it was before it or after it."""
+    make_error, lasting = FAILURES[kind]
+    many, update = rows_of(range(400), 1), rows_of(range(200, 600), 2)
+    old, new = as_dict(*many), as_dict(*many) | as_dict(*update)
+    number = 0
+    while True:
+        directory = tmp_path / f"try{number}"
+        store = TieredStore(str(directory), LAYOUT, BUDGET, options=OPTIONS)
+        store.put(*many)
+        store.flush()
+        fault = Fault(number, make_error, lasting)
+        inject(fault)
+        returned = _survives(lambda store=store: (store.put(*update), store.flush()))
+        inject(None)
+        now = everything(store)
+        assert store.nbytes <= store.budget
+        assert now == new if returned else all(row in (old.get(k), new[k]) for k, row in now.items()) and set(old) <= set(now)
+        if not store.cold._refusal:
+            store.put(*update)
+            store.flush()
+            assert everything(store) == new
+        store.close()
+        found = contents(directory)
+        assert set(old) <= set(found) and all(row in (old.get(k), new[k]) for k, row in found.items())
+        shutil.rmtree(directory)
+        if not fault.struck:
+            break
+        number += 1
+    assert number > 15
+
+
+def test_after_a_failed_publication_the_store_must_be_reopened(tmp_path, inject):
+    """Whether the manifest is the new one cannot be known then: writes are refused, reads are served."""
+    with ColdStore(str(tmp_path / "store"), LAYOUT) as store:
+        store.put(*FIRST)
+        recorder = Fault(10**9, input_output_error)
+        inject(recorder)
+        store.put(*SECOND)
+        place = recorder.seen.index(PUBLISH)
+        inject(Fault(place + 1, input_output_error))
+        with pytest.raises(StorageError, match="input/output error"):
+            store.put(*rows_of(range(5), 3))
+        inject(None)
+        with pytest.raises(StorageError, match="must be reopened after a failed commit"):
+            store.put(*rows_of(range(5), 3))
+        assert everything(store) == AFTER
+    assert contents(tmp_path / "store") == AFTER | as_dict(*rows_of(range(5), 3))
+
+
+def test_order_of_operations(tmp_path, inject):
+    """A file is synced before it gets its name, and its name is synced before the manifest refers to it."""
+    with ColdStore(str(tmp_path / "store"), LAYOUT) as store:
+        store.put(*FIRST)
+        recorder = Fault(10**9, input_output_error)
+        inject(recorder)
+        store.put(*SECOND)
+        inject(None)
+    important = [step for step in recorder.seen if step[0] in ("sync", "rename", "remove")]
+    segment = "segment-0000000002.h5"
+    assert important[:6] == [("sync", segment + ".tmp"), ("rename", segment), ("sync", "store"),
+                             ("sync", "manifest.json.tmp"), PUBLISH, ("sync", "store")]
+    writes = [i for i, step in enumerate(recorder.seen) if step == ("write", segment + ".tmp")]
+    assert writes and writes[-1] < recorder.seen.index(important[0])
+
+
+# --- a full disk
+
+
+def test_disk_full(tmp_path, inject):
+    """One clear sentence; the rows are still served, and when there is room again the store goes on."""
+    with TieredStore(str(tmp_path / "store"), LAYOUT, BUDGET) as store:
+        first, second = rows_of(range(300), 1), rows_of(range(300), 2)
+        store.put(*first)
+        inject(Fault(0, disk_full, lasting=True, only="write"))
+        with pytest.raises(StorageError, match=r"no space left on the disk of .*segment.*storage\.dir"):
+            store.put(*second)
+        with pytest.raises(StorageError, match="no space left"):
+            store.flush()
+        rows = everything(store)
+        both = as_dict(*first), as_dict(*second)
+        assert len(rows) == 300 and all(row in (both[0][k], both[1][k]) for k, row in rows.items())
+        records, t = np.empty((300, LAYOUT.floats), np.float32), np.empty(300, np.uint32)
+        assert store.get(first[0], records, t).all()
+        assert as_dict(first[0], records, t) == rows
+        assert not [name for name in os.listdir(tmp_path / "store") if name.endswith(".tmp")]
+        inject(None)
+        store.put(*second)
+    assert contents(tmp_path / "store") == as_dict(*second)
+
+
+def test_read_error(tmp_path, inject):
+    """A failing read names the file; later reads work again."""
+    with ColdStore(str(tmp_path / "store"), LAYOUT) as store:
+        store.put(*FIRST)
+        records, t = np.empty((90, LAYOUT.floats), np.float32), np.empty(90, np.uint32)
+        inject(Fault(0, input_output_error, only="read"))
+        with pytest.raises(StorageError, match=r"failed to read .*segment-0000000001\.h5"):
+            store.get(FIRST[0], records, t)
+        inject(None)
+        assert store.get(FIRST[0], records, t).all() and records.tobytes() == FIRST[1].tobytes()
+
+
+# --- leftovers and strangers
+
+
+def test_leftovers_are_removed(tmp_path):
+    """Temporary files and segments that no manifest names go; files of others stay."""
+    base = base_store(tmp_path)
+    for name in ("manifest.json.tmp", "segment-0000000009.h5.tmp", "segment-0000000009.h5"):
+        (base / name).write_bytes(b"x")
+    (base / "notes.txt").write_text("mine")
+    assert contents(base, clean=False) == BEFORE
+    assert sorted(os.listdir(base)) == ["manifest.json", "notes.txt", "segment-0000000001.h5", "store.lock"]
+
+
+def test_two_openers(tmp_path):
+    """A second opening is refused while the first lasts, in this process and in a restore."""
+    base = base_store(tmp_path)
+    with ColdStore(str(base), LAYOUT) as store:
+        for second in (lambda: ColdStore(str(base), LAYOUT), lambda: recovery.adopt(str(base), LAYOUT, [])):
+            with pytest.raises(StorageError, match="open already"):
+                second()
+        assert everything(store) == BEFORE
+    assert contents(base) == BEFORE
+
+
+@pytest.mark.parametrize("other", [RecordLayout(2, 3), RecordLayout(3, 3), RecordLayout(2, 4, np.float64)])
+def test_wrong_layout_is_refused(tmp_path, other):
+    """Both layouts are named, and the store is not touched."""
+    base = base_store(tmp_path)
+    with pytest.raises(StorageError, match=r"2 \+ 4 float32.*not to 'default' of " + other.describe().replace("+", r"\+")):
+        ColdStore(str(base), other)
+    with pytest.raises(StorageError, match="differ from the run that wrote it"):
+        recovery.adopt(str(tmp_path / "new"), other, [str(base / "segment-0000000001.h5")])
+    assert contents(base) == BEFORE
+
+
+def test_other_table_is_refused(tmp_path):
+    """A directory belongs to one table."""
+    base = base_store(tmp_path)
+    with pytest.raises(StorageError, match="belongs to table 'default'"):
+        ColdStore(str(base), LAYOUT, "users")
+
+
+def test_closed_store(tmp_path):
+    """Using a closed store is an error with a sentence; closing twice is none."""
+    store = ColdStore(str(tmp_path / "store"), LAYOUT)
+    store.close()
+    store.close()
+    with pytest.raises(StorageError, match="is closed"):
+        store.put(*FIRST)
+    with pytest.raises(StorageError, match="is closed"):
+        store.get(FIRST[0], FIRST[1].copy(), FIRST[2].copy())
+
+
+# --- damage
+
+
+def flip(path, offset, mask=0x10):
+    """Change one byte of a file in place."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def damaged_offsets(store):
+    """Byte offsets of its one segment: every part of the header and tail, and every byte of some rows."""
+    file = store._segments[0].file
+    row = file.layout.stored_bytes
+    rows = [file.offset + i * row + b for i in (0, file.rows // 2, file.rows - 1) for b in range(row)]
+    return [*range(0, file.offset, 23), *rows, *range(file.end, file.nbytes, 23), file.nbytes - 1], file.offset
+
+
+def test_any_damaged_byte_is_found(tmp_path):
+    """A flipped bit anywhere in a segment is found by ``verify`` of the open store, and refused at open."""
+    base = base_store(tmp_path)
+    with ColdStore(str(base), LAYOUT) as store:
+        path = store.segments()[0].path
+        offsets, first_row = damaged_offsets(store)
+        for offset in offsets:
+            flip(path, offset)
+            problems = store.verify()
+            assert len(problems) == 1 and path in problems[0], f"byte {offset} of {path}: {problems}"
+            row = (offset - first_row) // LAYOUT.stored_bytes
+            if 0 <= row < 90:
+                assert f"row {row} is damaged" in problems[0]
+            flip(path, offset)
+        assert store.verify() == []
+    for offset in offsets[::7]:
+        flip(path, offset)
+        with pytest.raises(StorageError, match=r"segment-0000000001\.h5"):
+            ColdStore(str(base), LAYOUT)
+        flip(path, offset)
+    assert contents(base) == BEFORE
+
+
+def test_damaged_row_is_found_when_it_is_read(tmp_path):
+    """``get`` of a damaged row names file and row; the other rows of the file are still served."""
+    base = base_store(tmp_path)
+    records, t = np.empty((1, LAYOUT.floats), np.float32), np.empty(1, np.uint32)
+    with ColdStore(str(base), LAYOUT, options=ColdStoreOptions(gap_bytes=0)) as store:
+        path = store.segments()[0].path
+        offset = store._segments[0].file.offset
+        for row, byte in ((17, 0), (17, 9), (17, 13), (17, 16), (17, LAYOUT.stored_bytes - 1)):
+            place = offset + row * LAYOUT.stored_bytes + byte
+            flip(path, place)
+            with pytest.raises(StorageError, match=rf"{path}: row {row} is damaged"):
+                store.get(np.array([row], np.uint64), records, t)
+            assert store.get(np.array([row + 1], np.uint64), records, t).all()
+            with pytest.raises(StorageError, match=f"row {row} is damaged"):
+                everything(store)
+            flip(path, place)
+
+
+def test_damaged_row_through_the_tiers(tmp_path):
+    """A damaged cold row is an error of the tiered store too, never another value."""
+    with TieredStore(str(tmp_path / "store"), LAYOUT, BUDGET) as store:
+        store.put(*rows_of(range(500), 1))
+        store.flush()
+        cold = [k for k in range(500) if store.cache.lookup(np.array([k], np.uint64))[0] < 0]
+        records, t = np.empty((1, LAYOUT.floats), np.float32), np.empty(1, np.uint32)
+        location = int(store.cold.locate(np.array([cold[0]], np.uint64))[0])
+        segment = [s for s in store.cold._segments if s.base <= location][-1]
+        flip(segment.file.path, segment.file.offset + (location - segment.base) * LAYOUT.stored_bytes + 20)
+        with pytest.raises(StorageError, match=rf"{segment.file.path}: row {location - segment.base} is damaged"):
+            store.get(np.array([cold[0]], np.uint64), records, t)
+        assert len(store.verify()) == 1
+
+
+def test_rows_in_the_wrong_place_are_found(tmp_path):
+    """Two rows that changed places, each with a right check: the order of the keys, or the digest, gives it away."""
+    base = base_store(tmp_path)
+    path, size = base / "segment-0000000001.h5", LAYOUT.stored_bytes
+    with ColdStore(str(base), LAYOUT) as store:
+        offset = store._segments[0].file.offset
+    data = bytearray(path.read_bytes())
+    a, b = offset + 3 * size, offset + 4 * size
+    data[a:a + size], data[b:b + size] = data[b:b + size], data[a:a + size]
+    path.write_bytes(data)
+    assert "out of order" in recovery.verify(str(base))[0]
+    with pytest.raises(StorageError, match="out of order"):
+        ColdStore(str(base), LAYOUT)
+
+
+def test_older_form_of_a_file_is_found(tmp_path):
+    """A segment replaced by a sound file of other rows is not the committed one."""
+    base = base_store(tmp_path)
+    with ColdStore(str(tmp_path / "other"), LAYOUT) as store:
+        store.put(*rows_of(range(0, 90), 7))
+    shutil.copy(tmp_path / "other" / "segment-0000000001.h5", base)
+    assert "digest is not the one in the manifest" in recovery.verify(str(base))[0]
+    with pytest.raises(StorageError, match="not the file that the manifest names"):
+        ColdStore(str(base), LAYOUT)
+
+
+@pytest.mark.parametrize("length", [0, 100, 3000, -1])
+def test_truncated_segment(tmp_path, length):
+    """A file that lost its end is named, at open and by verify."""
+    base = base_store(tmp_path)
+    path = base / "segment-0000000001.h5"
+    with open(path, "r+b") as file:
+        file.truncate(length if length >= 0 else path.stat().st_size + length)
+    assert str(path) in recovery.verify(str(base))[0]
+    with pytest.raises(StorageError, match=r"segment-0000000001\.h5"):
+        ColdStore(str(base), LAYOUT)
+
+
+def test_truncation_under_an_open_store(tmp_path):
+    """Reading past the new end is an error, not zeros."""
+    base = base_store(tmp_path)
+    with ColdStore(str(base), LAYOUT) as store:
+        os.truncate(store.segments()[0].path, store._segments[0].file.offset + 100)
+        with pytest.raises(StorageError, match="truncated"):
+            store.get(FIRST[0], FIRST[1].copy(), FIRST[2].copy())
+
+
+def test_lost_segment_or_manifest(tmp_path):
+    """What was removed by hand is named."""
+    base = base_store(tmp_path)
+    (base / "segment-0000000001.h5").rename(tmp_path / "kept.h5")
+    with pytest.raises(StorageError, match=r"segment-0000000001\.h5: it is not there"):
+        ColdStore(str(base), LAYOUT)
+    (tmp_path / "kept.h5").rename(base / "segment-0000000001.h5")
+    (base / "manifest.json").unlink()
+    with pytest.raises(StorageError, match=r"holds segments .* but no manifest\.json"):
+        ColdStore(str(base), LAYOUT)
+
+
+def test_any_damaged_byte_of_the_manifest(tmp_path):
+    """The manifest carries its own digest: no changed byte goes unnoticed."""
+    base = base_store(tmp_path)
+    path = base / "manifest.json"
+    for offset in range(path.stat().st_size):
+        flip(path, offset, 1)
+        problems = recovery.verify(str(base))
+        assert len(problems) == 1 and str(path) in problems[0]
+        if offset % 25 == 0:
+            with pytest.raises(StorageError, match=r"manifest\.json"):
+                ColdStore(str(base), LAYOUT)
+        flip(path, offset, 1)
+    assert contents(base) == BEFORE
+
+
+# --- processes that are really killed
+
+
+VERSIONS = [as_dict(*rows_of(range(60), 0))]
+STEPS = [rows_of(range(10 * i, 10 * i + 40), i) for i in range(1, 5)]
+for step in STEPS:
+    VERSIONS.append(VERSIONS[-1] | as_dict(*step))
+
+
+def child(directory, number, pipe):
+    """Put all STEPS, telling through the pipe of each that returned; die at file operation ``number``."""
+    store = ColdStore(directory, LAYOUT, options=OPTIONS)
+    seen = 0
+
+    def die(operation, path):
+        nonlocal seen
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    fs.probe = die
+    for rows in STEPS:
+        store.put(*rows)
+        os.write(pipe, b"x")
+    os._exit(0)
+
+
+def kill_everywhere(root):
+    """For each file operation: a process that is killed there, and a look at what it left."""
+    base = os.path.join(root, "base")
+    with ColdStore(base, LAYOUT) as store:
+        store.put(*rows_of(range(60), 0))
+    number = 0
+    while True:
+        directory = os.path.join(root, f"try{number}")
+        shutil.copytree(base, directory)
+        out, into = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            child(directory, number, into)
+        os.close(into)
+        done = len(os.read(out, 100)) if _wait(pid) else None
+        os.close(out)
+        if done is None:
+            break
+        assert contents(directory) in VERSIONS[done:done + 2], f"killed at operation {number}"
+        shutil.rmtree(directory)
+        number += 1
+    assert contents(directory) == VERSIONS[-1]
+    print(f"{number} processes killed")
+
+
+def _wait(pid):
+    """Whether the process was killed (else it has ended by itself, well)."""
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def test_killed_processes(tmp_path):
+    """SIGKILL at every file operation of four puts with compaction: the state is that after the last put that
+    returned, or the next."""
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > 40
+
+
+if __name__ == "__main__":
+    kill_everywhere(sys.argv[1])
