@@ -6,7 +6,9 @@ import pytest
 from hpc_ctr.kernels.checksum import fold_bytes, fold_checks, new_digest, row_check
 from hpc_ctr.kernels.dedup import dedup
 from hpc_ctr.kernels.index import KeyIndex, buckets_for
+from hpc_ctr.storage.cold import ColdStore
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ROW_BYTES, ColdIndex, bytes_for
+from hpc_ctr.storage.record import RecordLayout
 
 WORD = 2**64 - 1
 _MIX = 0xD6E8FEB86659FD93
@@ -202,6 +204,20 @@ def test_cold_index_lists_every_collision():
     index.add(array(keys), np.arange(50))
     assert all(sorted(candidates(index, key)) == list(range(50)) for key in keys[::9])
     assert candidates(index, key_of(3, 12346, 0)) == [] and candidates(index, key_of(4, 12345, 0)) == []
+
+
+def test_store_tells_colliding_keys_apart(tmp_path):
+    """In the store the record decides: keys of one fingerprint have their own rows, an absent one has none."""
+    layout, keys = RecordLayout(1, 0), array(key_of(3, 12345, r) for r in range(40))
+    with ColdStore(str(tmp_path), layout) as store:
+        for version in range(3):
+            part = keys[version * 5:version * 5 + 20]
+            store.put(part, part[:, None].astype(np.float32), np.full(len(part), version, np.uint32))
+        records, t = np.zeros((40, 1), np.float32), np.zeros(40, np.uint32)
+        found = store.get(keys, records, t)
+        assert found.tolist() == [True] * 30 + [False] * 10 and store.rows == 30
+        assert t[:30].tolist() == [0] * 5 + [1] * 5 + [2] * 20
+        assert (records[:30, 0] == keys[:30].astype(np.float32)).all() and not records[30:].any()
 
 
 def test_cold_index_locations_have_40_bits():

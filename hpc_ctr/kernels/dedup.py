@@ -84,4 +84,4 @@ def dedup(keys: np.ndarray, counts: bool = False) -> tuple[np.ndarray, ...]:
         # grow fourfold while small and few keys repeat, twofold when the table is large
         bits += 2 if bits < 20 else 1
     result = (distinct[:count].copy(), inverse)
-    return result + (tally[:count].copy(),) if counts else result
+    return (*result, tally[:count].copy()) if counts else result

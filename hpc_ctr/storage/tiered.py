@@ -3,6 +3,7 @@
 Which tier a row is in shows in nothing but speed and counters.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -198,10 +199,17 @@ class TieredStore:
         self._host_hits += len(keys) - len(absent)
         self._cold_hits += len(rows)
         self._missing += len(absent) - len(rows)
-        admitted = self._make_room(len(rows))
+        try:
+            admitted = self._make_room(len(rows))
+        except StorageError:
+            # changed rows could not leave the cache (the disk is full, say). What was read is right all the
+            # same, and the next put or flush meets the error again
+            admitted = 0
         self.cache.insert(keys[rows[:admitted]], rows[:admitted], words, t, locations[:admitted], dirty=False)
         self._note(keys[rows[admitted:]], locations[admitted:])
-        self.cold.tidy()
+        # tidying up is the writers' business: a put that cannot do it raises
+        with contextlib.suppress(StorageError):
+            self.cold.tidy()
         return found
 
     def put(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> None:
