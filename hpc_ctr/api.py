@@ -1,5 +1,6 @@
 """What the commands do, as functions: train and evaluate. Everything here is collective over the session."""
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,6 @@ def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None 
         manifest = read_manifest(folder)
         config = job_file.load(_config_of(folder, where), overrides)
     test = open_source(config.data, config.seed, comm, "test")
-    import tempfile
-
     with mpi.together(comm):
         if config.data.split.by == "none":
             raise UsageError("data.split: by is none, so there is no test part to evaluate on; "
@@ -90,8 +89,6 @@ def train_batches(config: dict[str, Any], batches: list[Batch], num_dense: int, 
 
     config: nested dicts as in a job file, without data. comm: an mpi4py communicator; None takes COMM_WORLD.
     """
-    import tempfile
-
     built = job_file.from_dict({**config, "data": {"files": ["in-memory"]}})
     session = mpi.start() if comm is None else mpi.Session(comm, comm.rank, comm.size)
     source = BatchList(batches, num_dense, fields)
@@ -145,6 +142,8 @@ class _Run:
         self.progress = Progress()
         self.seconds = 0.0
         self._told_bad_rows = False
+        self._bytes_before: dict[str, dict[str, int]] = {}  # of the run up to the checkpoint that it continues
+        self._tiers_before: dict[str, int] = {}
         self._window = [0.0, 0, 0]  # loss sum, samples, first step of the metrics line that is being filled
 
     def go(self, start: tuple[Path, Manifest] | None) -> int:
@@ -152,8 +151,9 @@ class _Run:
         epoch, state = 0, None
         if start:
             folder, manifest = start
-            if manifest.finished:
-                raise UsageError(f"{folder}: this run is finished; there is nothing to continue")
+            if self._is_finished(manifest):
+                self.line.say(f"{folder}: this run is finished; there is nothing to continue")
+                return EXIT_DONE
             epoch, state = self._load(folder, manifest)
             self.line.say(f"continuing from {folder} (step {manifest.step:,})")
         else:
@@ -178,11 +178,22 @@ class _Run:
         job.drop_stores()
         return EXIT_DONE
 
+    def _is_finished(self, manifest: Manifest) -> bool:
+        """Whether nothing is left to train, evaluate or report. Collective.
+
+        A run that ended between its last checkpoint and its summary still has the test to do, and a run whose
+        data.epochs or train.max_steps were raised goes on.
+        """
+        reached = manifest.finished and (manifest.epoch >= self.config.data.epochs
+                                         or 0 < self.config.train.max_steps <= manifest.step)
+        reported = (Path(self.config.run_dir) / "summary.json").is_file() if self.log else False
+        return bool(self.job.session.comm.bcast(reported)) and reached
+
     def _each_pass(self, report: PassReport) -> None:
         job, progress = self.job, self.progress
         self.seconds += report.seconds
         stats = merged(progress.stats, job.session.comm)
-        counters = _sum_dicts(job.session.comm.allgather(job.tier_counters()))
+        counters = self._tiers()
         samples = int(report.samples.sum())
         loss = float(report.loss_sums.sum() / max(samples, 1))
         hits = counters["host_hits"] / max(1, counters["host_hits"] + counters["cold_hits"])
@@ -238,7 +249,7 @@ class _Run:
         order = self.source.merge_positions(job.session.comm.allgather(self.feed.position))
         manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, self.feed.epoch,
                             order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
-                            finished, self.config.seed)
+                            finished, self.config.seed, self._bytes(), self._tiers())
         arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}
         arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
@@ -256,13 +267,25 @@ class _Run:
         if "window" in arrays:
             self._window = [float(arrays["window"][0]), int(arrays["window"][1]), int(arrays["window"][2])]
             self.seconds = float(arrays["seconds"])
-        return manifest.epoch, OrderState.from_json(manifest.order)
+        self._bytes_before, self._tiers_before = manifest.bytes, manifest.tiers
+        order = OrderState.from_json(manifest.order)
+        return manifest.epoch, order if order.epoch == manifest.epoch else None
+
+    def _bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by purpose and link class since the run began, over all ranks. Collective."""
+        now = self.job.bytes_so_far()
+        return {purpose: _sum_dicts([self._bytes_before.get(purpose, {}), now.get(purpose, {})])
+                for purpose in {**self._bytes_before, **now}}
+
+    def _tiers(self) -> dict[str, int]:
+        """Counters of the tiers since the run began, over all ranks; rows are those of now. Collective."""
+        before = {name: count for name, count in self._tiers_before.items() if name != "rows"}
+        return _sum_dicts([before, *self.job.session.comm.allgather(self.job.tier_counters())])
 
     def _summarise(self, result: BinaryStats | None) -> None:
         job, comm = self.job, self.job.session.comm
         self._tell_bad_rows(self.feed.bad_rows())
-        traffic = job.bytes_so_far()
-        tiers = _sum_dicts(comm.allgather(job.tier_counters()))
+        traffic, tiers = self._bytes(), self._tiers()
         rss = comm.allgather(peak_rss_bytes())
         stats = merged(self.progress.stats, comm)
         bad = self.feed.bad_rows()

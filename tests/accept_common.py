@@ -7,7 +7,6 @@ import torch
 
 from hpc_ctr.data.batch import Batch
 
-
 # ---------------------------------------------------------------- models that a user might bring
 
 

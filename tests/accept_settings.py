@@ -3,9 +3,8 @@
 import itertools
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 import accept_common
+import numpy as np
 import oracle
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as functional
+from oracle_rows import Options, Owners, Replica, RowDict, Rows, merge_rows
 
 from hpc_ctr.data.batch import Batch
-from oracle_rows import Options, Owners, Replica, RowDict, Rows, merge_rows
 
 
 @dataclass

@@ -179,7 +179,7 @@ def damage(cells: list[str], how: int) -> list[str]:
     if how == 0:
         return cells[:25]                                   # cut off
     if how == 1:
-        return cells + ["00000001"]                         # a column too many
+        return [*cells, "00000001"]                         # a column too many
     if how == 2:
         cells[3] = "abc"                                    # not an integer
     elif how == 3:

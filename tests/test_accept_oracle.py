@@ -22,12 +22,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import accept_common
 import oracle
-from accept_common import FIELD_IS_MULTI, FIELDS, NUM_DENSE, by_step, concatenate, mixed_keys, plain_spec
-from accept_common import random_batch, rank_batches
-from accept_settings import BUILT_IN, CHOICES, DIM, INIT_SCALE, SAMPLES, SEED, STEPS, Setting, bad_pass_ends
-from accept_settings import compare, compare_rows, differs, grid, more_settings
-from hpc_ctr.data.batch import Batch
+from accept_common import (
+    FIELD_IS_MULTI,
+    FIELDS,
+    NUM_DENSE,
+    by_step,
+    concatenate,
+    mixed_keys,
+    plain_spec,
+    random_batch,
+    rank_batches,
+)
+from accept_settings import (
+    BUILT_IN,
+    CHOICES,
+    DIM,
+    INIT_SCALE,
+    SAMPLES,
+    SEED,
+    STEPS,
+    Setting,
+    bad_pass_ends,
+    compare,
+    compare_rows,
+    differs,
+    grid,
+    more_settings,
+)
 
+from hpc_ctr.data.batch import Batch
 
 # ---------------------------------------------------------------- the two sides
 

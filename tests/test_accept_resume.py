@@ -12,8 +12,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from accept_cli import base_job, complete_checkpoints, hpc_ctr, losses_by_step, ok, run_and_kill, summary
-from accept_cli import tiny_parameters, total_named, write_criteo, write_job
+from accept_cli import (
+    base_job,
+    complete_checkpoints,
+    hpc_ctr,
+    losses_by_step,
+    ok,
+    run_and_kill,
+    summary,
+    tiny_parameters,
+    total_named,
+    write_criteo,
+    write_job,
+)
 
 EPOCHS, BATCH, RANKS = 2, 32, 2
 PASS, K = 20, 7                             # checkpoints at 40, 80, ... steps fall inside windows of 7

@@ -25,7 +25,8 @@ storage: {{host_budget: 64MiB}}
 
 def doctor(*arguments, **environ):
     """Exit code and output of a doctor of its own, outside of any MPI job that this test may run in."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX", "SLURM", "PRTE_L"))}
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("OMPI_COMM", "PMIX", "SLURM", "PRTE_L"))}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
     done = subprocess.run([sys.executable, "-m", "hpc_ctr.cli.main", "doctor", *map(str, arguments)], env=env,
                           capture_output=True, text=True, timeout=120)

@@ -12,8 +12,18 @@ import torch.nn.functional as functional
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import oracle
-from accept_common import FIELDS, NUM_DENSE, TinyNet, TinyWideNet, by_step, concatenate, mixed_keys
-from accept_common import plain_spec, rank_batches
+from accept_common import (
+    FIELDS,
+    NUM_DENSE,
+    TinyNet,
+    TinyWideNet,
+    by_step,
+    concatenate,
+    mixed_keys,
+    plain_spec,
+    rank_batches,
+)
+
 from hpc_ctr.data.batch import Batch
 
 DIM = 4

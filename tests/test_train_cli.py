@@ -80,8 +80,15 @@ def test_a_run_folder_is_not_overwritten_unasked(clicks, tmp_path):
     again = hpc_ctr("train", job)
     assert again.returncode == 2 and "run_dir" in again.stderr and "--overwrite" in again.stderr
     finished = hpc_ctr("train", job, "--resume", "auto")
-    assert finished.returncode == 2 and "finished" in finished.stderr
+    assert finished.returncode == 0 and "finished" in finished.stderr
     assert losses_by_step(tmp_path / "run") == first
+    longer = hpc_ctr("train", job, "--resume", "auto", "--train.max_steps", "6")
+    assert len(losses_by_step(tmp_path / "run")) == 6, longer.stderr
+    (tmp_path / "run" / "summary.json").unlink()  # killed between the last checkpoint and the summary
+    ok(hpc_ctr("train", job, "--resume", "auto", "--train.max_steps", "6"))
+    assert 0 < summary(tmp_path / "run")["test_auc"] < 1 and summary(tmp_path / "run")["steps"] == 6
+    merged = summary(tmp_path / "run")
+    assert merged["bytes"]["dense_merge"]["payload"] == 2 * merged["merged_bytes"] * merged["merges"]
     ok(hpc_ctr("train", job, "--overwrite", "true", "--seed", "8"))
     assert losses_by_step(tmp_path / "run") != first
     stranger = tmp_path / "stranger"
@@ -92,7 +99,8 @@ def test_a_run_folder_is_not_overwritten_unasked(clicks, tmp_path):
 
 
 def test_bfloat16_autocast_trains_about_as_well(clicks, tmp_path):
-    job = write_job(tmp_path / "job.yaml", base_job(tmp_path, clicks, model={"name": "accept_common:TinyWideNet"}, data={"epochs": 2}))
+    job = write_job(tmp_path / "job.yaml", base_job(tmp_path, clicks, model={"name": "accept_common:TinyWideNet"},
+                                                      data={"epochs": 2}))
     for precision in ("float32", "bfloat16"):
         ok(hpc_ctr("train", job, "--precision", precision, "--run_dir", tmp_path / precision))
     exact, rough = (losses_by_step(tmp_path / p) for p in ("float32", "bfloat16"))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -17,7 +18,7 @@ def read_arrays(folder: Path, rank: int) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
         raise StorageError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
 

@@ -45,7 +45,7 @@ def save(root: Path, comm: Any, manifest: Manifest, arrays: dict[str, np.ndarray
             fs.write_file(str(folder / "DONE"), b"")
             fs.sync_directory(str(folder))
             fs.sync_directory(str(root))
-            _collect(root, keep)
+            _collect(root, folder, keep)
     return folder
 
 
@@ -62,9 +62,15 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     fs.write_file(str(path), packed.getbuffer())
 
 
-def _collect(root: Path, keep: int) -> None:
-    """Remove old checkpoints, then the segments that none of the others names, and what crashes left behind."""
-    for old in complete(root)[:-keep]:
+def _collect(root: Path, last: Path, keep: int) -> None:
+    """Remove old checkpoints, then the segments that none of the others names, and what crashes left behind.
+
+    Later steps than that of ``last``, just written, are of a course that was given up for an earlier checkpoint: as
+    the newest they would push out those of this one, and --resume auto would take them up.
+    """
+    found = complete(root)
+    kept = [folder for folder in found if folder.name <= last.name][-keep:]
+    for old in (folder for folder in found if folder not in kept):
         (old / "DONE").unlink()  # no checkpoint any more, whatever happens to the rest
         shutil.rmtree(old)
     for left in root.glob("step-*"):

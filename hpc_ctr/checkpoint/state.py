@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpc_ctr.errors import StorageError, UsageError
 
 FORMAT = 1
@@ -34,6 +36,8 @@ class Manifest:
     segments: dict[str, list[list[str]]]
     finished: bool
     seed: int
+    bytes: dict[str, dict[str, int]]
+    tiers: dict[str, int]
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -61,7 +65,7 @@ def find(where: str | Path) -> Path:
     where = Path(where)
     if (where / "DONE").is_file() and (where / "checkpoint.json").is_file():
         return where
-    for root in (where / "checkpoints", where):
+    for root in (*_checkpoint_dir(where), where / "checkpoints", where):
         if found := complete(root):
             return found[-1]
     raise UsageError(f"checkpoint: there is no complete checkpoint in {where}; give a run folder, its checkpoints "
@@ -74,7 +78,36 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if tree.get("format") != FORMAT:
-            raise StorageError(f"{path}: format {tree.get('format')!r} is not known to this version (it reads {FORMAT})")
-        return Manifest(**tree)
+            raise StorageError(f"{path}: format {tree.get('format')!r} is not known to this version, "
+                               f"which reads {FORMAT}")
+        manifest = Manifest(**tree)
+        _check_entries(manifest)
+        return manifest
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise StorageError(f"{path}: cannot be read as a checkpoint ({error})") from error
+
+
+def _check_entries(manifest: Manifest) -> None:
+    """Raises ValueError for an entry that cannot be what ``save`` wrote, so that nobody stumbles over it later."""
+    counters = [getattr(manifest, name) for name in ("step", "passes", "samples", "last_row_merge", "epoch", "ranks")]
+    if not all(isinstance(count, int) and count >= 0 for count in counters):
+        raise ValueError("a counter is not a whole number of at least 0")
+    if not all(isinstance(each, dict) for each in (manifest.order, manifest.segments, manifest.bytes, manifest.tiers)):
+        raise ValueError("order, segments, bytes and tiers must be mappings")
+    if not isinstance(manifest.tables, list) or not all(isinstance(table, dict) for table in manifest.tables):
+        raise ValueError("tables must be a list of mappings")
+    for table in manifest.tables:
+        ranks = manifest.segments.get(table.get("name"))
+        if not isinstance(ranks, list) or len(ranks) != manifest.ranks:
+            raise ValueError(f"the segments of table {table.get('name')!r} are not those of {manifest.ranks} ranks")
+        if not all(isinstance(files, list) and all(isinstance(file, str) for file in files) for files in ranks):
+            raise ValueError(f"the segments of table {table.get('name')!r} are not names of files")
+
+
+def _checkpoint_dir(run: Path) -> list[Path]:
+    """Where the run of a run folder keeps its checkpoints, if its job says so: none or one folder."""
+    try:
+        tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        return [Path(tree["checkpoint"]["dir"])] if tree["checkpoint"]["dir"] else []
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return []

@@ -30,5 +30,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     from hpc_ctr import api, config
+    from hpc_ctr.cluster.launch import start_job
+    from hpc_ctr.comm.session import together
 
-    return api.train(config.load(args.job, args.overrides), args.resume)
+    session = start_job()
+    job = None
+    with together(session.comm):
+        job = config.load(args.job, args.overrides)
+    return api.train(job, args.resume, session)

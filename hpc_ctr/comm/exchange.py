@@ -33,7 +33,7 @@ def exchange_rows(comm: Any, rows: np.ndarray, send_counts: np.ndarray, recv_cou
     send_at = _starts(send_counts)
     recv_at = _starts(recv_counts)
     rows = np.ascontiguousarray(rows)
-    out = np.empty((int(recv_at[-1]),) + rows.shape[1:], rows.dtype)
+    out = np.empty((int(recv_at[-1]), *rows.shape[1:]), rows.dtype)
     row_bytes = int(rows.dtype.itemsize * np.prod(rows.shape[1:], dtype=np.int64))
     chunk = max(1, MAX_MESSAGE_BYTES // max(row_bytes, 1))
     requests = []

@@ -1,7 +1,9 @@
 """The MPI session: start, agree on errors, end the whole job when one rank fails."""
 
+import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,22 +113,27 @@ def _world() -> Any:
 
 def _leave_with(error: HpcCtrError) -> None:
     world = _world()
-    shared = getattr(error, "shared", True)
-    if world is None or world.rank == 0 or not shared:
+    rank = world.rank if world is not None else _launched_rank()
+    if rank == 0:
         print(f"hpc-ctr: error: {error}", file=sys.stderr, flush=True)
     if world is not None and world.size > 1:
         # Every rank comes here for an error that all agreed on; one that came alone must still end the others.
-        done = world.Ibarrier()
-        if not _wait(done, seconds=10.0):
-            if world.rank != 0:
-                print(f"hpc-ctr: error on rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        if not _wait(world.Ibarrier(), seconds=10.0):
+            if rank != 0:
+                print(f"hpc-ctr: error on rank {rank}: {error}", file=sys.stderr, flush=True)
             world.Abort(error.exit_code)
     sys.exit(error.exit_code)
 
 
-def _wait(request: Any, seconds: float) -> bool:
-    import time
+def _launched_rank() -> int:
+    """This process's rank before MPI has started: a wrong command line is the same on all and is told once."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
 
+
+def _wait(request: Any, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not request.Test():
         if time.monotonic() > end:

@@ -142,5 +142,5 @@ def pool(values: torch.Tensor, index: np.ndarray, offsets: np.ndarray, fields: i
     bags = torch.repeat_interleave(torch.arange(fields * batch, device=values.device), lengths)
     rows = values[torch.from_numpy(index.astype(np.int64)).to(values.device)]
     pooled = values.new_zeros((fields * batch, values.shape[1])).index_add(0, bags, rows)
-    pooled = pooled.view(fields, batch, -1).transpose(0, 1)
+    pooled = pooled.view(fields, batch, values.shape[1]).transpose(0, 1)
     return pooled[..., :dim], pooled[..., dim] if values.shape[1] > dim else values.new_empty((0, 0))

@@ -1,13 +1,16 @@
 """Tables: which fields share dimension, row optimizer, dtype and rows."""
 
 import difflib
+import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from hpc_ctr.errors import UsageError
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
+NUMBERS = ("lr", "eps", "init_scale", "beta1", "beta2")
 
 
 @dataclass
@@ -36,6 +39,11 @@ class EmbeddingOptions:
             where = f"embedding.tables[{number}]"
             if not isinstance(entry, dict) or "name" not in entry or not isinstance(entry.get("fields"), list):
                 raise UsageError(f"{where}: each entry needs a name and a list of fields")
+            # the name is also that of a folder
+            if not isinstance(entry["name"], str) or not re.fullmatch(r"\w[\w.-]*", entry["name"]):
+                raise UsageError(f"{where}.name: {entry['name']!r} is not made of letters, digits, _, - and . alone")
+            if not entry["fields"] or not all(isinstance(name, str) for name in entry["fields"]):
+                raise UsageError(f"{where}.fields: must be the names of one or more fields, not {entry['fields']!r}")
             if entry["name"] in names or entry["name"] == "default":
                 raise UsageError(f"{where}.name: {entry['name']!r} is taken; every table needs a name of its own")
             names.add(entry["name"])
@@ -116,11 +124,24 @@ def _table(name: str, fields: list[int], o: EmbeddingOptions, first_order: bool,
 
 
 def _specialised(options: EmbeddingOptions, entry: dict) -> EmbeddingOptions:
-    return replace(options, **{k: v for k, v in entry.items() if k not in ("name", "fields")}, tables=[])
+    own = {k: _as_number(v) if k in NUMBERS else v for k, v in entry.items() if k not in ("name", "fields")}
+    return replace(options, **own, tables=[])
+
+
+def _as_number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; what is no number stays as it is, for ``_check`` to refuse."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check(prefix: str, o: EmbeddingOptions) -> None:
-    if not isinstance(o.dim, int) or o.dim < 1:
+    if not isinstance(o.dim, int) or isinstance(o.dim, bool) or o.dim < 1:
         raise UsageError(f"{prefix}dim: must be a whole number of at least 1, not {o.dim!r}")
     if o.dtype not in ("float32", "float64"):
         raise UsageError(f"{prefix}dtype: {o.dtype!r} is not one of float32, float64")
@@ -128,9 +149,9 @@ def _check(prefix: str, o: EmbeddingOptions) -> None:
         raise UsageError(f"{prefix}optimizer: {o.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     for name in ("lr", "eps", "init_scale"):
         value = getattr(o, name)
-        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        if not _is_number(value) or not 0 <= value < float("inf"):
             raise UsageError(f"{prefix}{name}: must be a number of at least 0, not {value!r}")
     for name in ("beta1", "beta2"):
         value = getattr(o, name)
-        if not isinstance(value, (int, float)) or not 0 <= value < 1:
+        if not _is_number(value) or not 0 <= value < 1:
             raise UsageError(f"{prefix}{name}: must be in [0, 1), not {value!r}")

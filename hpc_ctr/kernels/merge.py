@@ -67,7 +67,7 @@ def merge_rows(starts, copies, copies_t, ref, ref_t, window, rule, replicas, opt
         if rule == MEAN_ALL:
             weight = 1.0 / replicas
             union = union * n / replicas
-        steps = int(math.floor(union + 0.5 + 1e-9))  # halves go up, whatever rounding noise says
+        steps = math.floor(union + 0.5 + 1e-9)  # halves go up, whatever rounding noise says
         out_t[i] = ref_t[i] + np.uint32(steps)
         for j in range(width):
             change = 0.0
