@@ -17,7 +17,7 @@ CACHED = 80
 LAYOUTS = [RecordLayout(4, 8), RecordLayout(1, 0), RecordLayout(17, 34), RecordLayout(0, 3),
            RecordLayout(3, 2, np.float64), RecordLayout(5, 0, np.float64)]
 # small limits, so that some hundred rows already take many segments, reads and rewrites
-SMALL = ColdStoreOptions(gap_bytes=256, read_bytes=2048, stage_bytes=4096, max_segments=5, output_rows=200)
+SMALL = ColdStoreOptions(gap_bytes=256, read_bytes=2048, threads=3, max_segments=5, output_rows=200)
 
 
 def name_of(value):

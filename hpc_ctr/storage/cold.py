@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_ctr.errors import StorageError
-from hpc_ctr.kernels.rows import pack_rows, plan_reads, take_rows
+from hpc_ctr.kernels.rows import pack_rows
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
 from hpc_ctr.storage.compact import compact
+from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
 from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
 from hpc_ctr.storage.recovery import Segment
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
@@ -28,14 +29,16 @@ class ColdStoreOptions:
     """How the cold tier reads and tidies up.
 
     gap_bytes: rows that lie so near to each other in a file are fetched by one read, through the gap;
-    read_bytes: longest single read; stage_bytes: memory for reads in flight; stale_share: a segment with a
-    larger share of superseded rows is rewritten; max_segments: above it the smallest are merged; output_rows:
-    rows of a segment that a rewrite makes, at least (a 64th of all rows when that is more).
+    read_bytes: longest single read; threads: reads under way at once (each takes a buffer of a read); direct:
+    read around the page cache, where the file system can; stale_share: a segment with a larger share of
+    superseded rows is rewritten; max_segments: above it the smallest are merged; output_rows: rows of a
+    segment that a rewrite makes, at least (a 64th of all rows when that is more).
     """
 
     gap_bytes: int = 8192
-    read_bytes: int = 1 << 20
-    stage_bytes: int = 8 << 20
+    read_bytes: int = 256 << 10
+    threads: int = 32
+    direct: bool = True
     stale_share: float = 0.5
     max_segments: int = 96
     output_rows: int = 1 << 20
@@ -51,16 +54,6 @@ class ColdCounters:
     bytes_written: int = 0
     bytes_read: int = 0
     reads: int = 0
-
-
-@dataclass(frozen=True)
-class _Map:
-    """Arrays over the segments, ascending by location, for the read kernels."""
-
-    bases: np.ndarray
-    offsets: np.ndarray
-    descriptors: np.ndarray
-    paths: list[str]
 
 
 class ColdStore:
@@ -121,7 +114,7 @@ class ColdStore:
         state = recovery.committed_state(self.directory, self.layout, self.name)
         self._next_number = state.next_number
         for entry in state.segments:
-            file = recovery.open_entry(self.directory, entry, self.layout)
+            file = recovery.open_entry(self.directory, entry, self.layout, self.options.direct)
             number = recovery.segment_number(entry.file)
             self._segments.append(Segment(file, number, self._take_locations(file.rows), 0, entry.digest))
         self._map_segments()
@@ -138,10 +131,7 @@ class ColdStore:
         return base
 
     def _map_segments(self) -> None:
-        self._map = _Map(np.array([s.base for s in self._segments], np.int64),
-                         np.array([s.file.offset for s in self._segments], np.int64),
-                         np.array([s.file.descriptor for s in self._segments], np.int64),
-                         [s.file.path for s in self._segments])
+        self._map = SegmentMap.of((s.base, s.file) for s in self._segments)
 
     def check_writable(self) -> None:
         """Raise the error that an earlier, half-done commit left behind."""
@@ -164,7 +154,7 @@ class ColdStore:
         """
         path = self._path(number)
         try:
-            file = SegmentFile(path, self.layout)
+            file = SegmentFile(path, self.layout, self.options.direct)
             added = Segment(file, number, self._take_locations(file.rows), file.rows, digest)
         except StorageError:
             fs.remove_quietly(path)
@@ -255,32 +245,14 @@ class ColdStore:
         return found, locations
 
     def _read(self, locations, places, keys, targets, words, t, found) -> None:
-        n = len(locations)
-        if n == 0:
-            return
-        segment, offset, length = (np.empty(n, np.int64) for _ in range(3))
-        first = np.empty(n + 1, np.int64)
-        where, row_bytes = self._map, self.layout.stored_bytes
-        runs = plan_reads(locations, where.bases, where.offsets, row_bytes, self.options.gap_bytes,
-                          max(self.options.read_bytes, row_bytes), segment, offset, length, first)
-        ends = np.cumsum(length[:runs])
-        stage = min(max(self.options.stage_bytes, int(length[:runs].max())), int(ends[-1]))
-        buffer = np.empty(stage // 4, np.uint32)
-        begin = done = 0
-        while begin < runs:
-            end = max(begin + 1, int(np.searchsorted(ends, done + buffer.nbytes, side="right")))
-            starts = ends[begin:end] - length[begin:end] - done
-            fs.read_many(where.descriptors, where.paths, segment[begin:end], offset[begin:end],
-                         length[begin:end], starts, buffer.view(np.uint8))
-            bad = take_rows(buffer, row_bytes // 4, starts // 4, begin, end, segment, offset, first,
-                            where.bases, where.offsets, locations, places, keys, targets, words, t,
-                            len(targets) > 0, found)
-            if bad >= 0:
-                owner = self._segments[int(np.searchsorted(where.bases, locations[bad], side="right")) - 1]
-                raise owner.file.damaged(int(locations[bad]) - owner.base)
-            begin, done = end, int(ends[end - 1])
-        self.counters.reads += runs
-        self.counters.bytes_read += int(ends[-1])
+        options = self.options
+        bad, reads, nbytes = read_rows(self._map, Wanted(locations, places, keys, targets, words, t, found),
+                                       self.layout.stored_bytes, options.gap_bytes, options.read_bytes, options.threads)
+        if bad >= 0:
+            owner = self._segments[int(np.searchsorted(self._map.bases, locations[bad], side="right")) - 1]
+            raise owner.file.damaged(int(locations[bad]) - owner.base)
+        self.counters.reads += reads
+        self.counters.bytes_read += nbytes
 
     def iterate(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every live row once, by segment and in key order within it: (keys, records, t) of n <= batch_rows

@@ -8,6 +8,7 @@ one. Errors of the system become StorageError: one sentence with the path and wh
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hpc_ctr.errors import StorageError
 from hpc_ctr.kernels.memory import pointer
 
 TEMPORARY = ".tmp"
+DIRECT_BYTES = 4096  # reads around the page cache begin and end at multiples of this, in the file and in memory
 probe: Callable[[str, str], None] | None = None
 
 _COPY_BYTES = 8 << 20
@@ -202,6 +204,24 @@ def open_read(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def open_direct(path: str) -> int:
+    """Open for reads around the page cache, -1 where the file system has none; ``read_range`` says how to read."""
+    with _operation("open", path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return -1
+            raise
+    with mmap.mmap(-1, DIRECT_BYTES) as page:
+        try:
+            os.preadv(descriptor, [page], 0)
+        except OSError:  # some file systems take the flag and then refuse to read, or want larger blocks
+            os.close(descriptor)
+            return -1
+    return descriptor
+
+
 def close(descriptor: int) -> None:
     """Close a descriptor of this module."""
     os.close(descriptor)
@@ -214,19 +234,32 @@ def read(descriptor: int, path: str, offset: int, length: int) -> bytes:
 
 
 @njit(nogil=True, cache=True)
+def read_range(descriptor, offset, needed, wanted, address):
+    """Read at least ``needed`` and at most ``wanted`` bytes at a byte offset to a memory address, for kernels.
+
+    Returns 0, or the system's error number, or -1 where the file ends before that. On a descriptor of ``open_direct``
+    offset, wanted and address are multiples of DIRECT_BYTES.
+    """
+    done = np.int64(0)
+    while done < needed:
+        n = _pread(np.int32(descriptor), pointer(address + np.uint64(done)), np.uint64(wanted - done),
+                   np.int64(offset + done))
+        if n > 0:
+            done += n
+            continue
+        code = np.int64(_END_OF_FILE) if n == 0 else np.int64(carray(_errno(), 1, np.int32)[0])
+        if code != 4:  # EINTR: a signal came, try again
+            return code
+    return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
 def _read_all(descriptors, offsets, lengths, starts, buffer):
     base = np.uint64(buffer.ctypes.data)
     for i in range(len(descriptors)):
-        done = np.int64(0)
-        while done < lengths[i]:
-            n = _pread(np.int32(descriptors[i]), pointer(base + np.uint64(starts[i] + done)),
-                       np.uint64(lengths[i] - done), np.int64(offsets[i] + done))
-            if n > 0:
-                done += n
-                continue
-            code = np.int64(_END_OF_FILE) if n == 0 else np.int64(carray(_errno(), 1, np.int32)[0])
-            if code != 4:  # EINTR: a signal came, try again
-                return i, code
+        code = read_range(descriptors[i], offsets[i], lengths[i], lengths[i], base + np.uint64(starts[i]))
+        if code != 0:
+            return i, code
     return -1, np.int64(0)
 
 
@@ -245,11 +278,19 @@ def read_many(descriptors: np.ndarray, paths: list[str], which: np.ndarray, offs
     with _operation("read", paths[int(which[0])]):
         failed, code = _read_all(descriptors[which], offsets, lengths, starts, buffer)
     if failed >= 0:
-        path = paths[int(which[failed])]
-        if code == _END_OF_FILE:
-            raise StorageError(f"{path} is shorter than its rows: it was truncated; start from the last "
-                               "checkpoint")
-        raise storage_error(OSError(int(code), os.strerror(int(code))), "read", path)
+        raise read_failed(paths[int(which[failed])], int(code))
+
+
+def read_failed(path: str, code: int) -> StorageError:
+    """The error for a code of ``read_range``."""
+    if code == _END_OF_FILE:
+        return StorageError(f"{path} is shorter than its rows: it was truncated; start from the last checkpoint")
+    return storage_error(OSError(code, os.strerror(code)), "read", path)
+
+
+def reading(path: str) -> contextlib.AbstractContextManager[None]:
+    """Around reads by kernels that call ``read_range``: the probe sees one operation."""
+    return _operation("read", path)
 
 
 def lock(path: str) -> int:

@@ -61,10 +61,10 @@ def committed_state(directory: str, layout: RecordLayout, name: str) -> manifest
     return state
 
 
-def open_entry(directory: str, entry: manifest.Entry, layout: RecordLayout) -> SegmentFile:
+def open_entry(directory: str, entry: manifest.Entry, layout: RecordLayout, direct: bool) -> SegmentFile:
     """Open a segment that the manifest names; StorageError when its header is not the one that was
     committed."""
-    file = SegmentFile(os.path.join(directory, entry.file), layout)
+    file = SegmentFile(os.path.join(directory, entry.file), layout, direct)
     if file.rows != entry.rows or file.metadata_digest() != entry.digest[16:]:
         file.close()
         raise StorageError(f"{file.path} is not the file that the manifest names (its header has changed): "

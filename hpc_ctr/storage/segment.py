@@ -110,11 +110,12 @@ class SegmentWriter:
 class SegmentFile:
     """A segment, open for reading.
 
-    ``layout``, ``rows``, ``table``, ``offset`` (in bytes, of row 0) and ``nbytes`` describe it. Raises
+    ``layout``, ``rows``, ``table``, ``offset`` (in bytes, of row 0) and ``nbytes`` describe it. ``direct`` is the
+    descriptor for random reads: with ``direct=True`` one around the page cache, where the file system has that. Raises
     StorageError, which names the file, when it is no segment, damaged, or not of the layout asked for.
     """
 
-    def __init__(self, path: str, layout: RecordLayout | None = None):
+    def __init__(self, path: str, layout: RecordLayout | None = None, direct: bool = False):
         self.path = os.path.abspath(path)
         self.nbytes = fs.size(self.path)
         self._read_header()
@@ -127,6 +128,8 @@ class SegmentFile:
             raise StorageError(f"{self.path} is shorter than its rows: it was truncated; start from the last "
                                "checkpoint")
         self.descriptor = fs.open_read(self.path)
+        direct = fs.open_direct(self.path) if direct else -1
+        self.direct = direct if direct >= 0 else self.descriptor
 
     def _read_header(self) -> None:
         try:
@@ -200,8 +203,10 @@ class SegmentFile:
     def close(self) -> None:
         """Close the file; more than once does no harm."""
         if self.descriptor >= 0:
+            if self.direct != self.descriptor:
+                fs.close(self.direct)
             fs.close(self.descriptor)
-            self.descriptor = -1
+            self.descriptor = self.direct = -1
 
     def __enter__(self) -> "SegmentFile":
         return self
