@@ -17,11 +17,13 @@ from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
 from hpc_ctr.storage.compact import compact
 from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
-from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
+from hpc_ctr.storage.record import LATER, STORED_PREFIX_BYTES, RecordLayout, as_keys, as_words
 from hpc_ctr.storage.recovery import Segment
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
 
 _WRITE_ROWS = 16384
+_SCAN_BYTES = 32 << 20
+_NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class ColdStore:
         # called with (keys, new locations) when rows were moved by a rewrite
         self.on_move: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._segments: list[Segment] = []
+        self._deleted = 0  # entries of the index that are deletions
         self._lock = -1
         self._next_number = self._next_base = 1
         self._refusal = ""
@@ -88,6 +91,11 @@ class ColdStore:
     @property
     def rows(self) -> int:
         """Live rows."""
+        return len(self.index) - self._deleted
+
+    @property
+    def entries(self) -> int:
+        """Entries of the index: live rows, and deleted keys that older segments may still hold."""
         return len(self.index)
 
     @property
@@ -120,6 +128,7 @@ class ColdStore:
         self._map_segments()
         self.index.expect(sum(entry.live for entry in state.segments))
         recovery.rebuild(self._segments, self.index)
+        self._deleted = sum(s.live for s in self._segments if s.deletions)
         self.index.trim()
         recovery.remove_leftovers(self.directory, state)
 
@@ -138,12 +147,12 @@ class ColdStore:
         if self._refusal:
             raise StorageError(self._refusal)
 
-    def write_segment(self, rows: int) -> tuple[int, SegmentWriter]:
+    def write_segment(self, rows: int, deletions: bool = False) -> tuple[int, SegmentWriter]:
         """Number and writer of the next segment."""
         self.check_writable()
         number = self._next_number
         self._next_number += 1
-        return number, SegmentWriter(self._path(number), self.layout, self.name, rows)
+        return number, SegmentWriter(self._path(number), self.layout, self.name, rows, deletions)
 
     def commit(self, number: int, digest: str, superseded: np.ndarray,
                keep: tuple[Segment, ...] = ()) -> Segment:
@@ -216,14 +225,18 @@ class ColdStore:
 
     def locate(self, keys: np.ndarray) -> np.ndarray:
         """Location of each key's row, int64 [n], -1 where there is none; reads the rows that may be it."""
-        nothing = np.empty(0, np.int64)
-        return self.fetch(keys, nothing, np.empty((0, 0), np.uint32), np.empty(0, np.uint32))[1]
+        found, locations = self._entries(keys)
+        return np.where(found, locations, -1)
+
+    def _entries(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As ``fetch``, without copying."""
+        return self.fetch(keys, _NOTHING, np.empty((0, 0), np.uint32), np.empty(0, np.uint32))
 
     def fetch(self, keys: np.ndarray, targets: np.ndarray, words: np.ndarray, t: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
         """As ``get``, key i going to row ``targets[i]`` of ``words`` uint32 [*, W] and ``t``; an empty
         ``targets`` reads without copying. Returns found bool [n] and locations int64 [n] (-1 where
-        missing)."""
+        missing; of a deleted key that of its deletion)."""
         if self._lock < 0:
             raise StorageError(self._refusal)
         found = np.zeros(len(keys), np.bool_)
@@ -237,12 +250,24 @@ class ColdStore:
             there = candidates >= 0
             active, candidates = active[there], candidates[there]
             order = np.argsort(candidates, kind="stable")
+            if self._deleted:
+                deletion = self._are_deletions(candidates[order])
+                gone = order[deletion]
+                self._read(candidates[gone], active[gone], keys, _NOTHING, words, t, found)
+                order = order[~deletion]
             self._read(candidates[order], active[order], keys, targets, words, t, found)
             hit = found[active]
             locations[active[hit]] = candidates[hit]
             active = active[~hit]
             skip[active] += 1
+        if self._deleted:
+            found &= ~self._are_deletions(locations)
         return found, locations
+
+    def _are_deletions(self, locations: np.ndarray) -> np.ndarray:
+        """Which locations (-1: none) lie in segments of deletions, bool [n]."""
+        kinds = np.array([s.deletions for s in self._segments] + [False])  # -1 takes the last
+        return kinds[np.searchsorted(self._map.bases, locations, side="right") - 1]
 
     def _read(self, locations, places, keys, targets, words, t, found) -> None:
         options = self.options
@@ -260,7 +285,7 @@ class ColdStore:
 
         The store must not be written to meanwhile.
         """
-        for segment in list(self._segments):
+        for segment in [s for s in self._segments if not s.deletions]:
             cursor = Cursor(segment.file, batch_rows * self.layout.stored_bytes)
             while len(cursor.rows):
                 rows, keys, first = cursor.rows[:batch_rows], cursor.keys[:batch_rows], cursor.first_row
@@ -269,6 +294,36 @@ class ColdStore:
                     yield unpack(rows[live], self.layout)
                 cursor.skip(len(rows))
                 cursor.refill()
+
+    def due_rows(self, now: int, due: Callable[[np.ndarray], np.ndarray], batch_rows: int = 1 << 20
+                 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The live rows that are due by ``now``, about ``batch_rows`` at a time: keys, locations int64, life LIFE.
+
+        ``due`` as for TieredStore.shrink. Segments that are known to have no such row are not read. Meanwhile rows may
+        be deleted, and nothing else be written.
+        """
+        batch: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for segment in [s for s in self._segments if not s.deletions and s.due <= now]:
+            if segment not in self._segments:  # its last row was deleted
+                continue
+            cursor = Cursor(segment.file, _SCAN_BYTES)
+            first_due = LATER
+            while len(cursor.rows):
+                at = segment.base + cursor.first_row + np.arange(len(cursor.keys))
+                life = self.layout.life(cursor.rows[:, STORED_PREFIX_BYTES // 4:])
+                when = np.where(self.index.has(cursor.keys, at), due(life), LATER)
+                taken = when <= now
+                first_due = min(first_due, int(when.min()))
+                batch.append((cursor.keys[taken], at[taken], life[taken]))
+                cursor.skip(len(cursor.rows))
+                cursor.refill()
+            # next time it is read again if a row was due: the tiers above may have kept it
+            segment.due = first_due
+            if sum(len(keys) for keys, _, _ in batch) >= batch_rows:
+                yield tuple(np.concatenate(column) for column in zip(*batch))
+                batch = []
+        if any(len(keys) for keys, _, _ in batch):
+            yield tuple(np.concatenate(column) for column in zip(*batch))
 
     # --- writing
 
@@ -294,10 +349,33 @@ class ColdStore:
         keys, t, positions = keys[order], np.asarray(t, np.uint32)[order], positions[order]
         if (keys[1:] == keys[:-1]).any():
             raise ValueError("the keys of a put must be distinct")
-        old = self._settle(keys, old[order])
-        fresh = old < 0
+        result = np.empty(n, np.int64)
+        result[order] = self._append(keys, t, positions, first, second, self._settle(keys, old[order]))
+        return result
+
+    def delete(self, keys: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+        """Delete the rows of ``keys`` uint64 [n] distinct, durably, as one new segment; keys without a row are left
+        out. ``old`` as for ``write``. Returns whether each had a row, bool [n]; after a StorageError all rows are there
+        still. Needs a layout with a lifecycle; ``tidy`` is the caller's."""
+        self.check_writable()
+        order = np.argsort(keys)
+        keys = as_keys(keys)[order]
+        old = self._settle(keys, np.full(len(keys), -1, np.int64) if old is None else old[order])
+        there = (old >= 0) & ~self._are_deletions(old)
+        result = np.empty(len(keys), np.bool_)
+        result[order] = there
+        keys, old = keys[there], old[there]
+        if len(keys):
+            nothing = np.zeros((1, self.layout.words), np.uint32)
+            zeros = np.zeros(len(keys), np.int64)
+            self._append(keys, zeros.astype(np.uint32), zeros, nothing, nothing, old, deletions=True)
+        return result
+
+    def _append(self, keys, t, positions, first, second, old, deletions=False) -> np.ndarray:
+        """Write and commit one segment of rows sorted by key, with settled ``old``; returns their locations."""
+        n, fresh = len(keys), old < 0
         self.index.reserve(keys[fresh])
-        number, writer = self.write_segment(n)
+        number, writer = self.write_segment(n, deletions)
         with writer:
             out = np.empty((min(n, _WRITE_ROWS), 4 + self.layout.words), np.uint32)
             for begin in range(0, n, _WRITE_ROWS):
@@ -306,21 +384,21 @@ class ColdStore:
                 pack_rows(rows, keys[begin:end], t[begin:end], positions[begin:end], first, second)
                 writer.append(rows)
             digest, _ = writer.finish()
+        superseded = int(np.count_nonzero(self._are_deletions(old))) if self._deleted else 0
         added = self.commit(number, digest, self.count_by_segment(old[~fresh]))
+        self._deleted += n * deletions - superseded
         new = added.base + np.arange(n)
         self.index.move(keys, old, new)
         self.index.add(keys, new, fresh)
-        result = np.empty(n, np.int64)
-        result[order] = new
-        return result
+        return new
 
     def _settle(self, keys: np.ndarray, old: np.ndarray) -> np.ndarray:
-        """Present location of each key, -1 where it has none: ``old`` where that still holds, else by
-        reading."""
+        """Present location of each key or of its deletion, -1 where it has none: ``old`` where that still holds, else
+        by reading."""
         settled = np.where((old >= 0) & self.index.has(keys, old), old, -1)
         unknown = np.flatnonzero(settled < 0)
         maybe = unknown[self.index.find(keys[unknown], np.zeros(len(unknown), np.int64)) >= 0]
-        settled[maybe] = self.locate(keys[maybe])
+        settled[maybe] = self._entries(keys[maybe])[1]
         return settled
 
     def count_by_segment(self, locations: np.ndarray) -> np.ndarray:
@@ -329,28 +407,62 @@ class ColdStore:
         return np.bincount(owner, minlength=len(self._segments))
 
     def tidy(self) -> None:
-        """Rewrite segments that are mostly stale, and merge the smallest when there are too many."""
+        """Rewrite segments that are mostly stale, merge the smallest when there are too many, and drop deletions that
+        are not needed any more."""
         limit = max(self.options.output_rows, self.rows // 64)
+        for deletions in (False, True):
+            while self._rewrite(limit, deletions):
+                pass
+        if self._deleted:
+            self._purge(limit)
+
+    def _rewrite(self, limit: int, deletions: bool) -> bool:
+        """Rewrite one group of segments of rows, or of deletions; False when there was nothing to do."""
+        segments = [s for s in self._segments if s.deletions == deletions]
+        stale = [s for s in segments if s.live < s.file.rows * (1 - self.options.stale_share)]
+        if not stale and len(segments) > self.options.max_segments:
+            by_size = sorted(segments, key=lambda s: (s.live, s.number))
+            stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
+        group = _first_of(stale, limit)
+        if not group or (len(group) == 1 and group[0].live == group[0].file.rows):
+            return False
+        compact(self, group, limit)
+        return True
+
+    def _purge(self, limit: int) -> None:
+        """Drop deletions that no older segment needs; when they are many, rewrite the older segments first."""
         while True:
-            stale = [s for s in self._segments if s.live < s.file.rows * (1 - self.options.stale_share)]
-            if not stale and len(self._segments) > self.options.max_segments:
-                by_size = sorted(self._segments, key=lambda s: (s.live, s.number))
-                stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
-            # a few at a time: the disk holds the old and the new form of these at once
-            group: list[Segment] = []
-            for segment in sorted(stale, key=lambda s: s.number):
-                if group and sum(s.live for s in group) + segment.live > limit:
-                    break
-                group.append(segment)
-            if not group or (len(group) == 1 and group[0].live == group[0].file.rows):
+            rows = [s.number for s in self._segments if not s.deletions]
+            spent = [s for s in self._segments if s.deletions and s.number < min(rows, default=s.number + 1)]
+            if spent:
+                self._drop_deletions(spent)
+            if self._deleted <= max(self.rows // 4, self.options.output_rows // 16):
                 return
-            compact(self, group, limit)
+            newest = max(s.number for s in self._segments if s.deletions)
+            older = _first_of([s for s in self._segments if not s.deletions and s.number < newest], limit)
+            compact(self, older, limit)
+
+    def _drop_deletions(self, segments: list[Segment]) -> None:
+        self.check_writable()
+        keys, locations = [], []
+        for segment in segments:
+            cursor = Cursor(segment.file, self.options.read_bytes)
+            while len(cursor.rows):
+                at = segment.base + cursor.first_row + np.arange(len(cursor.keys))
+                live = self.index.has(cursor.keys, at)
+                keys.append(cursor.keys[live])
+                locations.append(at[live])
+                cursor.skip(len(cursor.rows))
+                cursor.refill()
+        self._commit([0 if s in segments else s.live for s in self._segments], None, ())
+        self._deleted -= self.index.remove(np.concatenate(keys), np.concatenate(locations))
 
     def compact(self) -> None:
         """Rewrite every segment that has stale rows."""
         limit = max(self.options.output_rows, self.rows // 64)
-        if stale := [s for s in self._segments if s.live < s.file.rows]:
-            compact(self, stale, limit)
+        for deletions in (False, True):
+            if stale := [s for s in self._segments if s.live < s.file.rows and s.deletions == deletions]:
+                compact(self, stale, limit)
 
     # --- checking and closing
 
@@ -372,3 +484,14 @@ class ColdStore:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _first_of(segments: list[Segment], limit: int) -> list[Segment]:
+    """The oldest of them with up to ``limit`` live rows together, at least one: the disk holds the old and the new form
+    of what is rewritten at once."""
+    group: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: s.number):
+        if group and sum(s.live for s in group) + segment.live > limit:
+            break
+        group.append(segment)
+    return group

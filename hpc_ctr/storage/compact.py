@@ -15,6 +15,7 @@ _SCAN_BYTES = 32 << 20
 def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
     """Write the live rows of ``victims`` into new segments of up to ``limit`` rows, and drop the victims.
 
+    The victims are all segments of rows, or all of deletions.
     Each new segment is committed as soon as it is complete: a crash or an error in between loses nothing, and
     rows that were moved are served from their new place.
     """
@@ -39,7 +40,7 @@ def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
             begin = 0
             while begin < len(order):
                 if writer is None:
-                    number, writer = store.write_segment(min(limit, left))
+                    number, writer = store.write_segment(min(limit, left), victims[0].deletions)
                 chosen = order[begin:begin + writer.room]
                 writer.append(rows[chosen])
                 moved.append((keys[chosen], old[chosen]))
@@ -65,5 +66,5 @@ def _adopt_output(store: "ColdStore", number: int, digest: str, moved: list, kee
     new = added.base + np.arange(len(keys))
     store.index.move(keys, old, new)
     store.counters.rows_compacted += len(keys)
-    if store.on_move is not None:
+    if store.on_move is not None and not added.deletions:
         store.on_move(keys, new)

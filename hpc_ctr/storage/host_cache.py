@@ -135,6 +135,23 @@ class HostCache:
         self._free = np.concatenate([self._free, slots])
         self.count -= len(slots)
 
+    def pack(self) -> None:
+        """Close the gaps that dropped rows left, when they are many: the list of free slots is part of the budget."""
+        if len(self._free) > self.capacity // EVICT_SHARE:
+            self._lower(self.count)
+
+    def _lower(self, high: int) -> None:
+        """Move the rows of the slots from ``high`` on into free ones below it; memory above is given back."""
+        source = np.flatnonzero(self.flags[high:self.high]) + high
+        target = np.sort(self._free[self._free < high])[:len(source)]
+        kernels.move_slots(self.slab, self.t, self.keys, self.cold, self.flags, self.used, self.warmth,
+                           source, target)
+        self.index.change(self.keys[target], target)
+        self.high = high
+        self._free = np.flatnonzero(self.flags[:high] == 0)
+        for lazy in self._lazy.values():
+            lazy.release(high)
+
     def resize(self, capacity: int) -> None:
         """Set the capacity, which must hold the rows that are there; memory that is not needed goes back."""
         if capacity < self.count:
@@ -143,15 +160,7 @@ class HostCache:
             self._enlarge(capacity)
         self.capacity = capacity
         if self.high > capacity:
-            source = np.flatnonzero(self.flags[capacity:self.high]) + capacity
-            target = np.sort(self._free[self._free < capacity])[:len(source)]
-            kernels.move_slots(self.slab, self.t, self.keys, self.cold, self.flags, self.used, self.warmth,
-                               source, target)
-            self.index.change(self.keys[target], target)
-            self.high = capacity
-            self._free = np.flatnonzero(self.flags[:capacity] == 0)
-            for lazy in self._lazy.values():
-                lazy.release(capacity)
+            self._lower(capacity)
         if buckets_for(capacity) < self.index.buckets:
             slots = self.slots_where(LIVE)
             self.index.rebuild(self.keys[slots], slots)

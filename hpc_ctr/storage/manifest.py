@@ -12,6 +12,7 @@ from hpc_ctr.storage.record import RecordLayout
 
 NAME = "manifest.json"
 VERSION = 1
+LIFECYCLE_VERSION = 2  # of a store whose rows have a lifecycle
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Manifest:
     dtype: str
     next_number: int
     segments: tuple[Entry, ...] = ()
+    lifecycle: bool = False
 
     def encode(self) -> bytes:
         """Canonical JSON with its own SHA-256, so that any changed byte is found."""
-        body = {"format": "hpc_ctr store", "version": VERSION, "table": self.table, "width": self.width,
+        version = LIFECYCLE_VERSION if self.lifecycle else VERSION
+        body = {"format": "hpc_ctr store", "version": version, "table": self.table, "width": self.width,
                 "state": self.state, "dtype": self.dtype, "next_number": self.next_number,
                 "segments": [vars(entry) for entry in self.segments]}
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -56,11 +59,11 @@ def load(directory: str) -> Manifest:
     data = fs.read_file(path)
     try:
         body = json.loads(data)["store"]
-        if body["version"] != VERSION:
-            raise StorageError(f"{path} has version {body['version']}, this program reads {VERSION}: use the "
-                               "version of hpc_ctr that wrote it")
+        if body["version"] not in (VERSION, LIFECYCLE_VERSION):
+            raise StorageError(f"{path} has version {body['version']}, this program reads {VERSION} and "
+                               f"{LIFECYCLE_VERSION}: use the version of hpc_ctr that wrote it")
         manifest = Manifest(body["table"], body["width"], body["state"], body["dtype"], body["next_number"],
-                            tuple(Entry(**entry) for entry in body["segments"]))
+                            tuple(Entry(**entry) for entry in body["segments"]), body["version"] == LIFECYCLE_VERSION)
         intact = manifest.encode() == data
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
@@ -87,4 +90,4 @@ def publish(directory: str) -> None:
 
 def new(table: str, layout: RecordLayout, next_number: int = 1, segments: tuple[Entry, ...] = ()) -> Manifest:
     """The manifest of a store, empty unless segments are given."""
-    return Manifest(table, layout.width, layout.state, layout.dtype.name, next_number, segments)
+    return Manifest(table, layout.width, layout.state, layout.dtype.name, next_number, segments, layout.lifecycle)

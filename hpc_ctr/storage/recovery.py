@@ -21,13 +21,23 @@ _SCAN_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class Segment:
-    """A live segment: its open file, its number, the location of its first row, live rows, digest."""
+    """A live segment: its open file, its number, the location of its first row, live rows, digest.
+
+    Of a segment of deletions the rows are keys that were deleted; they are live as long as nothing newer is there.
+    ``due``: no live row needs to be looked at by ``shrink`` before this sample count.
+    """
 
     file: SegmentFile
     number: int
     base: int
     live: int
     digest: str
+    due: int = 0
+
+    @property
+    def deletions(self) -> bool:
+        """Whether this is a segment of deletions."""
+        return self.file.deletions
 
 
 def segment_name(number: int) -> str:
@@ -54,7 +64,7 @@ def committed_state(directory: str, layout: RecordLayout, name: str) -> manifest
         manifest.prepare(directory, manifest.new(name, layout))
         manifest.publish(directory)
     state = manifest.load(directory)
-    stored = RecordLayout(state.width, state.state, np.dtype(state.dtype))
+    stored = RecordLayout(state.width, state.state, np.dtype(state.dtype), state.lifecycle)
     if stored != layout or state.table != name:
         raise StorageError(f"{directory} belongs to table {state.table!r} of {stored.describe()} (x + state)"
                            f", not to {name!r} of {layout.describe()}: give each table its own storage.dir")

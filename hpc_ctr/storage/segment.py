@@ -20,6 +20,7 @@ from hpc_ctr.storage.record import RecordLayout
 
 FORMAT = "hpc_ctr segment"
 VERSION = 1
+LIFECYCLE_VERSION = 2  # of segments whose rows have a lifecycle
 DATASET = "rows"
 LAST_KEY = 2**64 - 1
 
@@ -39,22 +40,24 @@ class SegmentWriter:
     """Writes one segment of exactly ``rows`` rows, ascending by key, under a temporary name.
 
     ``finish`` syncs it and gives it its name; leaving the ``with`` block without that removes what was
-    written.
+    written. deletions: the rows are keys that were deleted (only with a lifecycle).
     """
 
-    def __init__(self, path: str, layout: RecordLayout, table: str, rows: int):
+    def __init__(self, path: str, layout: RecordLayout, table: str, rows: int, deletions: bool = False):
         self.path, self.layout, self.rows, self.written = path, layout, rows, 0
         self._state = new_digest()
         self._target = fs.Hdf5Target(path + fs.TEMPORARY)
         try:
             self._file = self._target.hdf5()
             self._file.attrs["format"] = FORMAT
-            self._file.attrs["version"] = np.uint32(VERSION)
+            self._file.attrs["version"] = np.uint32(LIFECYCLE_VERSION if layout.lifecycle else VERSION)
             self._file.attrs["table"] = table
             self._file.attrs["rows"] = np.uint64(rows)
             self._file.attrs["width"] = np.uint32(layout.width)
             self._file.attrs["state"] = np.uint32(layout.state)
             self._file.attrs["dtype"] = layout.dtype.name
+            if layout.lifecycle:
+                self._file.attrs["deletions"] = np.uint32(deletions)
             self._dataset = self._file.create_dataset(DATASET, (rows,), layout.stored_dtype)
         except BaseException:
             self._target.close()
@@ -110,8 +113,9 @@ class SegmentWriter:
 class SegmentFile:
     """A segment, open for reading.
 
-    ``layout``, ``rows``, ``table``, ``offset`` (in bytes, of row 0) and ``nbytes`` describe it. ``direct`` is the
-    descriptor for random reads: with ``direct=True`` one around the page cache, where the file system has that. Raises
+    ``layout``, ``rows``, ``table``, ``deletions`` (the rows are keys that were deleted), ``offset`` (in bytes, of row
+    0) and ``nbytes`` describe it. ``direct`` is the descriptor for random reads: with ``direct=True`` one around the
+    page cache, where the file system has that. Raises
     StorageError, which names the file, when it is no segment, damaged, or not of the layout asked for.
     """
 
@@ -137,12 +141,13 @@ class SegmentFile:
                 kind, version = file.attrs.get("format"), int(file.attrs.get("version", 0))
                 if kind != FORMAT:
                     raise StorageError(f"{self.path} is no segment of hpc_ctr")
-                if version != VERSION:
-                    raise StorageError(f"{self.path} has format version {version}, this program reads "
-                                       f"{VERSION}: use the version of hpc_ctr that wrote it")
+                if version not in (VERSION, LIFECYCLE_VERSION):
+                    raise StorageError(f"{self.path} has format version {version}, this program reads {VERSION} "
+                                       f"and {LIFECYCLE_VERSION}: use the version of hpc_ctr that wrote it")
                 self.table = str(file.attrs["table"])
                 self.layout = RecordLayout(int(file.attrs["width"]), int(file.attrs["state"]),
-                                           np.dtype(str(file.attrs["dtype"])))
+                                           np.dtype(str(file.attrs["dtype"])), version == LIFECYCLE_VERSION)
+                self.deletions = version == LIFECYCLE_VERSION and bool(file.attrs["deletions"])
                 dataset = file[DATASET]
                 self.rows, offset = int(file.attrs["rows"]), dataset.id.get_offset()
                 right = dataset.shape == (self.rows,) and dataset.dtype == self.layout.stored_dtype
@@ -322,9 +327,9 @@ def latest(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unpack(rows: np.ndarray, layout: RecordLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keys uint64 [n], records [n, floats] and t uint32 [n] of stored rows."""
+    """Keys uint64 [n], records (as the layout says) and t uint32 [n] of stored rows."""
     keys, t = np.empty(len(rows), np.uint64), np.empty(len(rows), np.uint32)
-    records = np.empty((len(rows), layout.floats), layout.dtype)
+    records = layout.empty(len(rows))
     unpack_rows(rows, keys, records.view(np.uint32), t)
     return keys, records, t
 
@@ -348,9 +353,9 @@ def live_rows(paths: list[str], batch_rows: int = 65536, first_key: int = 0, las
               layout: RecordLayout | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Each key of several segments once, ascending, as (keys, records, t) of at most ``batch_rows`` rows.
 
-    Where a key is in several segments, the latest in the order of ``paths`` wins. Only keys from
-    ``first_key`` to ``last_key`` (both included) are read. Memory: about two batches of rows, and at least 16
-    rows a segment.
+    Where a key is in several segments, the latest in the order of ``paths`` wins; deleted keys are left out. Only
+    keys from ``first_key`` to ``last_key`` (both included) are read. Memory: about two batches of rows, and at
+    least 16 rows a segment.
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SegmentFile(path, layout)) for path in paths]
@@ -364,8 +369,12 @@ def live_rows(paths: list[str], batch_rows: int = 65536, first_key: int = 0, las
             last = file.lower_bound(last_key + 1) if last_key < LAST_KEY else file.rows
             share = batch_rows * file.layout.stored_bytes // len(files)
             cursors.append(Cursor(file, share, first, max(first, last)))
+        deletions = np.array([file.deletions for file in files])
         for parts in merge(cursors):
             _, places = latest(parts)
+            if deletions.any():
+                deleted = np.repeat(deletions[[part.cursor for part in parts]], [len(part.keys) for part in parts])
+                places = places[~deleted[places]]
             rows = np.concatenate([part.rows for part in parts])
             for begin in range(0, len(places), batch_rows):
                 yield unpack(rows[places[begin:begin + batch_rows]], files[0].layout)

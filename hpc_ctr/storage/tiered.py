@@ -4,7 +4,7 @@ Which tier a row is in shows in nothing but speed and counters.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ _HINT_SHARE = 32            # of the budget: notes of where rows lie that were r
 _HINT_BYTES = 16
 _WRITE_ROWS = 65536         # rows of one segment of an eviction or flush (an eighth of the cache when more)
 _LOAD_ROWS = 262144
+_DELETE_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class TieredStore:
         self._noted_keys, self._noted_locations = np.empty(0, np.uint64), np.empty(0, np.int64)
         self._last_was_put = False
         try:
-            self.cache = HostCache(layout, self._capacity(self.cold.rows))
+            self.cache = HostCache(layout, self._capacity(self.cold.entries))
         except BaseException:
             self.cold.close()
             raise
@@ -132,8 +133,8 @@ class TieredStore:
         return (cache.cold[:cache.high] >= 0) | (cache.flags[:cache.high] == 0)
 
     def _most_rows(self) -> int:
-        """Live rows in all tiers, those that are not known to be in the cold tier counted as new ones."""
-        return self.cold.rows + int(np.count_nonzero(~self._backed()))
+        """Entries that the cold tier's index may come to, rows not known to be in it counted as new ones."""
+        return self.cold.entries + int(np.count_nonzero(~self._backed()))
 
     def _fit(self, keys: np.ndarray, locations: np.ndarray) -> None:
         """Shrink the cache to what the budget leaves when ``keys`` are in the store as well.
@@ -173,6 +174,8 @@ class TieredStore:
 
     def get(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> np.ndarray:
         """Read rows: ``keys`` uint64 [n] distinct -> ``records`` [n, floats] and ``t`` uint32 [n] filled in.
+
+        With a lifecycle ``records`` here and below are rows as RecordLayout says.
 
         Returns found bool [n]; rows that were not found are left untouched, and none is made. Rows from the
         cold tier move into the cache where they are at least as warm as what is there. Raises StorageError
@@ -291,6 +294,48 @@ class TieredStore:
             cache.flags[slots] = LIVE
         self.cold.tidy()
 
+    def delete(self, keys: np.ndarray) -> int:
+        """Delete the rows of ``keys`` uint64 [n] distinct, in all tiers; returns how many there were.
+
+        Needs a layout with a lifecycle. What the cold tier has is deleted durably, at once. After a StorageError no row
+        is gone.
+        """
+        keys = as_keys(keys)
+        self._forget_notes()
+        slots = self.cache.lookup(keys)
+        cached = slots >= 0
+        gone = self.cold.delete(keys, np.where(cached, self.cache.cold[slots], -1))
+        self.cache.drop(slots[cached])
+        self.cache.pack()
+        return int(np.count_nonzero(gone | cached))
+
+    def shrink(self, now: int, due: Callable[[np.ndarray], np.ndarray],
+               each: Callable[[np.ndarray], None] | None = None) -> int:
+        """Delete every row that is due by ``now``; returns how many there were.
+
+        due: of LIFE [n], the sample count from which each row is to go, int64 [n], LATER where it is to stay; always
+        the same for the same row. each: called with the LIFE [m] of rows that are deleted. Reads, one after the other,
+        the segments that may hold such rows. After a StorageError some rows may be gone and others not.
+        """
+        cache, count = self.cache, 0
+        for begin in reversed(range(0, cache.high, _DELETE_ROWS)):  # backwards: a deletion moves the last rows down
+            part = slice(begin, min(begin + _DELETE_ROWS, cache.high))
+            life = self.layout.life(cache.slab[part])
+            victims = np.flatnonzero(((cache.flags[part] & LIVE) != 0) & (due(life) <= now))
+            if len(victims):
+                life = life[victims]
+                count += self.delete(cache.keys[begin + victims])
+                if each:
+                    each(life)
+        for keys, locations, life in self.cold.due_rows(now, due):
+            alone = cache.lookup(keys) < 0  # of the others the cache has the newer life
+            count += int(np.count_nonzero(self.cold.delete(keys[alone], locations[alone])))
+            if each and alone.any():
+                each(life[alone])
+        self._forget_notes()
+        self.cold.tidy()
+        return count
+
     # --- notes: where rows lie that a get read and the cache did not take, so that the put need not read them
     # again
 
@@ -341,7 +386,7 @@ class TieredStore:
         slots = slots[np.argsort(self.cache.keys[slots])]
         for begin in range(0, len(slots), batch_rows):
             part = slots[begin:begin + batch_rows]
-            records = np.empty((len(part), self.layout.floats), self.layout.dtype)
+            records = self.layout.empty(len(part))
             t = np.empty(len(part), np.uint32)
             self.cache.read(part, np.arange(len(part)), as_words(records, self.layout), t)
             yield self.cache.keys[part], records, t
