@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hpc_ctr.train.evaluate import merged
 from hpc_ctr.train.feed import Feed
 from hpc_ctr.train.job import Job, default_store_dir, peak_rss_bytes, rng_state, set_rng_state
 from hpc_ctr.train.loop import PassReport, Progress, run
-from hpc_ctr.train.progress import ProgressLine
+from hpc_ctr.train.progress import Bar, ProgressLine
 
 
 def train(config: Config, resume: str = "", session: mpi.Session | None = None) -> int:
@@ -79,7 +80,8 @@ def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None 
                              "give --data.split.by hash, or files with --data.test_files")
     with tempfile.TemporaryDirectory(prefix="hpc_ctr-evaluate-", dir=config.storage.dir or None) as scratch:
         with Job(config, session, test.num_dense, [f.name for f in test.fields], Path(scratch)) as job:
-            _restore(job, folder, manifest, resume_training=False)
+            with Bar("reading rows", session.is_root) as bar:
+                _restore(job, folder, manifest, resume_training=False, progress=bar.update)
             return evaluate_job(job, test).summary()
 
 
@@ -261,7 +263,7 @@ class _Run:
             self.log.write("checkpoint", progress.step, path=str(folder), finished=finished)
 
     def _load(self, folder: Path, manifest: Manifest) -> tuple[int, Any]:
-        arrays = _restore(self.job, folder, manifest, resume_training=True)
+        arrays = _restore(self.job, folder, manifest, resume_training=True, progress=self.line.opening)
         self.progress = Progress(manifest.step, manifest.passes, manifest.samples, manifest.last_row_merge,
                                  BinaryStats.from_array(arrays["stats"]))
         if "window" in arrays:
@@ -327,7 +329,8 @@ def _config_of(folder: Path, where: str) -> Path:
     raise UsageError(f"{where}: no config.yaml lies beside its checkpoints; name the run folder")
 
 
-def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool) -> dict[str, np.ndarray]:
+def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool,
+             progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray]:
     """Bring dense state, buffers, generator and rows into ``job``; returns this rank's arrays. Collective."""
     session = job.session
     arrays: dict[str, np.ndarray] = {}
@@ -343,7 +346,7 @@ def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool) 
             set_rng_state(arrays["rng"])
         if resume_training and "merges" in arrays:
             job.optimizer.merges = int(arrays["merges"])
-    job.open_stores(segments)
+    job.open_stores(segments, progress)
     return arrays
 
 

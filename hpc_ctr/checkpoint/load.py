@@ -2,24 +2,13 @@
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from hpc_ctr.checkpoint.state import Manifest
+from hpc_ctr.checkpoint.state import Manifest, read_arrays
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.errors import StorageError, UsageError
 from hpc_ctr.optim.flat import combine_worker_states
-
-
-def read_arrays(folder: Path, rank: int) -> dict[str, np.ndarray]:
-    """One rank's arrays. Nothing in the file can run code: only plain arrays are accepted."""
-    path = folder / f"rank-{rank:04d}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
-        raise StorageError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
 
 def check_tables(manifest: Manifest, tables: list[Table]) -> None:

@@ -13,7 +13,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy as np
 import yaml
 
 from hpc_ctr.errors import StorageError, UsageError
@@ -62,14 +64,21 @@ def find(where: str | Path) -> Path:
 
     Raises UsageError when there is none.
     """
-    where = Path(where)
-    if (where / "DONE").is_file() and (where / "checkpoint.json").is_file():
-        return where
-    for root in (*_checkpoint_dir(where), where / "checkpoints", where):
-        if found := complete(root):
-            return found[-1]
+    if found := find_all(where):
+        return found[-1]
     raise UsageError(f"checkpoint: there is no complete checkpoint in {where}; give a run folder, its checkpoints "
                      "folder, or one step-... folder that has a DONE file")
+
+
+def find_all(where: str | Path) -> list[Path]:
+    """All complete checkpoints that ``where`` names, in the same way, oldest first; they are of one root."""
+    where = Path(where)
+    if (where / "DONE").is_file() and (where / "checkpoint.json").is_file():
+        return [where]
+    for root in (*_checkpoint_dir(where), where / "checkpoints", where):
+        if found := complete(root):
+            return found
+    return []
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -85,6 +94,16 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise StorageError(f"{path}: cannot be read as a checkpoint ({error})") from error
+
+
+def read_arrays(folder: Path, rank: int) -> dict[str, np.ndarray]:
+    """One rank's arrays. Nothing in the file can run code: only plain arrays are accepted."""
+    path = folder / f"rank-{rank:04d}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
+        raise StorageError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
 
 def _check_entries(manifest: Manifest) -> None:

@@ -19,7 +19,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     two.add_argument("--ranks", type=int, default=2, help="rank count")
     two.add_argument("--models", nargs="+", default=["deepfm", "dlrm"], help="models for the pairwise data")
     two.set_defaults(run=run_synthetic)
-    for sub in (one, two):
+    three = whats.add_parser("open", help="seconds to open a cold store, beside reading its files")
+    three.add_argument("--segments", type=int, default=100, help="segments of the store")
+    three.add_argument("--rows", type=int, default=10_000_000, help="rows in all segments, of 192 + 16 bytes")
+    three.add_argument("--runs", type=int, default=3, help="repetitions")
+    three.add_argument("--dir", default="", help="where the store is made, on the disk to measure (removed afterwards)")
+    three.set_defaults(run=run_open)
+    for sub in (one, two, three):
         sub.add_argument("--json", default="", metavar="FILE", help="write the results to FILE")
 
 
@@ -40,6 +46,16 @@ def run_synthetic(args: argparse.Namespace) -> int:
 
     results = Results()
     synthetic(results, Path(args.dir), args.rows, args.ranks, args.models, LR_SETTINGS, PAIR_SETTINGS)
+    return _finish(results, args)
+
+
+def run_open(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from hpc_ctr.bench.common import Results
+    from hpc_ctr.bench.open import opening
+
+    results = Results()
+    opening(results, args.dir, args.segments, args.rows, args.runs)
     return _finish(results, args)
 
 

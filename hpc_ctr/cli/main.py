@@ -8,7 +8,7 @@ from hpc_ctr import __version__
 from hpc_ctr.comm.session import run_and_exit
 from hpc_ctr.errors import UsageError
 
-COMMANDS = ("train", "evaluate", "prepare", "doctor", "bench")
+COMMANDS = ("train", "evaluate", "prepare", "doctor", "store", "bench")
 
 
 def make_parser() -> argparse.ArgumentParser:

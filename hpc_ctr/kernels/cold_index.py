@@ -157,7 +157,14 @@ def _put(prints, low, high, size, fingerprint, low_word, high_byte):
 @njit(nogil=True, cache=True)
 def add(addresses, sizes, counts, keys, locations, wanted):
     """Add an entry for each key where ``wanted``, whatever is there already. Room has been made before."""
-    for i in range(len(keys)):
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            group, fingerprint = _split(keys[i + _AHEAD])
+            size = np.uint64(sizes[group])
+            home = np.uint64(_home(fingerprint, sizes[group]))
+            for address in (np.uint64(4) * home, np.uint64(4) * (size + home), np.uint64(8) * size + home):
+                prefetch(addresses[group] + address)
         if not wanted[i]:
             continue
         group, fingerprint = _split(keys[i])

@@ -19,6 +19,7 @@ from hpc_ctr.storage.compact import compact
 from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
 from hpc_ctr.storage.record import LATER, STORED_PREFIX_BYTES, RecordLayout, as_keys, as_words
 from hpc_ctr.storage.recovery import Segment
+from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
 
 _WRITE_ROWS = 16384
@@ -61,12 +62,13 @@ class ColdCounters:
 class ColdStore:
     """Rows by key on disk. Use as a context manager; closing needs no commit, for every ``put`` is one.
 
-    directory: made if it is missing; layout: of the table's rows; name: the table's, stored in the files.
+    directory: made if it is missing; layout: of the table's rows; name: the table's, stored in the files;
+    progress: called while it opens, with bytes read so far and bytes in all.
     Raises StorageError when the store is damaged, holds another layout, or is open already.
     """
 
     def __init__(self, directory: str, layout: RecordLayout, name: str = "default",
-                 options: ColdStoreOptions | None = None):
+                 options: ColdStoreOptions | None = None, progress: Progress | None = None):
         self.directory, self.layout, self.name = os.path.abspath(directory), layout, name
         self.options = options or ColdStoreOptions()
         self.counters = ColdCounters()
@@ -81,7 +83,7 @@ class ColdStore:
         fs.make_directory(self.directory)
         self._lock = fs.lock(os.path.join(self.directory, recovery.LOCK))
         try:
-            self._open()
+            self._open(progress)
         except BaseException:
             self.close()
             raise
@@ -118,7 +120,7 @@ class ColdStore:
     def _path(self, number: int) -> str:
         return os.path.join(self.directory, recovery.segment_name(number))
 
-    def _open(self) -> None:
+    def _open(self, progress: Progress | None) -> None:
         state = recovery.committed_state(self.directory, self.layout, self.name)
         self._next_number = state.next_number
         for entry in state.segments:
@@ -127,7 +129,7 @@ class ColdStore:
             self._segments.append(Segment(file, number, self._take_locations(file.rows), 0, entry.digest))
         self._map_segments()
         self.index.expect(sum(entry.live for entry in state.segments))
-        recovery.rebuild(self._segments, self.index)
+        recovery.rebuild(self._segments, self.index, progress)
         self._deleted = sum(s.live for s in self._segments if s.deletions)
         self.index.trim()
         recovery.remove_leftovers(self.directory, state)
@@ -466,9 +468,9 @@ class ColdStore:
 
     # --- checking and closing
 
-    def verify(self) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Read everything and say what is damaged, one sentence each; an empty list when nothing is."""
-        return recovery.verify(self.directory)
+        return recovery.verify(self.directory, progress)
 
     def close(self) -> None:
         """Close all files; more than once does no harm."""

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,11 +12,12 @@ from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import fs, manifest
 from hpc_ctr.storage.cold_index import ColdIndex
 from hpc_ctr.storage.record import RecordLayout
-from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, latest, merge
+from hpc_ctr.storage.scan import Progress, key_cursors, read_whole, walk
+from hpc_ctr.storage.segment import SegmentFile, SegmentInfo, latest
 
 LOCK = "store.lock"
+_VERIFY_ROUNDS = 8
 _SEGMENT_NAME = re.compile(r"segment-(\d{10})\.h5")
-_SCAN_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
@@ -82,20 +83,24 @@ def open_entry(directory: str, entry: manifest.Entry, layout: RecordLayout, dire
     return file
 
 
-def rebuild(segments: list[Segment], index: ColdIndex) -> None:
-    """Fill an index, and the live counts, by one walk by key through all segments, with every row checked."""
-    cursors = [Cursor(s.file, _SCAN_BYTES // len(segments)) for s in segments]
-    for parts in merge(cursors):
-        keys, places = latest(parts)
-        lengths = [len(part.keys) for part in parts]
-        bases = [segments[part.cursor].base + part.first_row for part in parts]
-        where = np.concatenate([base + np.arange(n) for base, n in zip(bases, lengths, strict=True)])
-        owner = np.repeat([part.cursor for part in parts], lengths)
-        index.add(keys, where[places])
-        for i, live in enumerate(np.bincount(owner[places], minlength=len(cursors))):
-            segments[i].live += int(live)
+def rebuild(segments: list[Segment], index: ColdIndex, progress: Progress | None = None) -> None:
+    """Fill an index, and the live counts, by one walk by key through all segments, with every row checked.
+
+    progress: called with bytes read so far and bytes in all.
+    """
+    cursors = key_cursors([segment.file for segment in segments])
+    with contextlib.closing(walk(cursors, progress)) as steps:
+        for parts in steps:
+            keys, places = latest(parts)
+            lengths = [len(part.keys) for part in parts]
+            bases = [segments[part.cursor].base + part.first_row for part in parts]
+            where = np.concatenate([base + np.arange(n) for base, n in zip(bases, lengths, strict=True)])
+            owner = np.repeat([part.cursor for part in parts], lengths)
+            index.add(keys, where[places])
+            for i, live in enumerate(np.bincount(owner[places], minlength=len(cursors))):
+                segments[i].live += int(live)
     for cursor, segment in zip(cursors, segments, strict=True):
-        if segment.file.digest_with(cursor.state) != segment.digest:
+        if cursor.digest() != segment.digest:
             raise StorageError(f"{segment.file.path} is not the file that the manifest names (rows are "
                                "missing or replaced): start from the last checkpoint")
 
@@ -108,27 +113,53 @@ def remove_leftovers(directory: str, state: manifest.Manifest) -> None:
             fs.remove(os.path.join(directory, name))
 
 
-def verify(directory: str) -> list[str]:
-    """Check a store's manifest and every byte of its segments without opening it; one sentence for each
-    damage."""
+def verify(directory: str, progress: Progress | None = None) -> list[str]:
+    """Check a store's manifest and every byte of its segments without opening it; one sentence for each damage.
+
+    Nothing is written and no lock is taken, so it works beside a process that uses the store: a segment that this
+    process drops meanwhile is left out, and those that it adds are checked too, as far as it does not run ahead.
+    """
+    seen: dict[manifest.Entry, str] = {}
     try:
         state = manifest.load(directory)
+        for _ in range(_VERIFY_ROUNDS):
+            fresh = [entry for entry in state.segments if _same_file(entry) not in seen]
+            seen |= zip(map(_same_file, fresh), _damage(directory, fresh, progress), strict=True)
+            before, state = state, manifest.load(directory)
+            if state == before:
+                break
     except StorageError as error:
         return [str(error)]
-    problems = []
-    for entry in state.segments:
-        path = os.path.join(directory, entry.file)
-        try:
-            with SegmentFile(path) as file:
-                if file.digest() != entry.digest:
-                    raise StorageError(f"{path} is damaged: its digest is not the one in the manifest")
-        except StorageError as error:
-            problems.append(str(error))
+    named = set(map(_same_file, state.segments))
+    return [problem for entry, problem in seen.items() if problem and entry in named]
+
+
+def _same_file(entry: manifest.Entry) -> manifest.Entry:
+    """The entry without its count of live rows, which changes while the file stays."""
+    return replace(entry, live=0)
+
+
+def _damage(directory: str, entries: list[manifest.Entry], progress: Progress | None) -> list[str]:
+    """What is wrong with each segment, "" where nothing is."""
+    problems = [""] * len(entries)
+    files, places = [], []
+    with contextlib.ExitStack() as stack:
+        for i, entry in enumerate(entries):
+            try:
+                files.append(stack.enter_context(SegmentFile(os.path.join(directory, entry.file))))
+                places.append(i)
+            except StorageError as error:
+                problems[i] = str(error)
+        for i, file, found in zip(places, files, read_whole(files, progress), strict=True):
+            if isinstance(found, StorageError):
+                problems[i] = str(found)
+            elif found != entries[i].digest:
+                problems[i] = f"{file.path} is damaged: its digest is not the one in the manifest"
     return problems
 
 
 def adopt(directory: str, layout: RecordLayout, segments: Sequence[str | SegmentInfo],
-          name: str = "default") -> None:
+          name: str = "default", progress: Progress | None = None) -> None:
     """Make ``directory`` a store of exactly these segments (of a checkpoint), in this order, by hard link or
     copy.
 
@@ -142,12 +173,9 @@ def adopt(directory: str, layout: RecordLayout, segments: Sequence[str | Segment
         with contextlib.suppress(StorageError):
             number = max(number, manifest.load(directory).next_number)
         entries = []
-        for segment in segments:
-            source, digest = segment, None
-            if isinstance(segment, SegmentInfo):
-                source, digest = segment.path, segment.digest
-            with SegmentFile(source, layout) as file:
-                entry = manifest.Entry(segment_name(number), file.rows, file.rows, digest or file.digest())
+        for segment, (rows, digest) in zip(segments, _describe(segments, layout, progress), strict=True):
+            entry = manifest.Entry(segment_name(number), rows, rows, digest)
+            source = segment.path if isinstance(segment, SegmentInfo) else segment
             fs.link_or_copy(source, os.path.join(directory, entry.file))
             entries.append(entry)
             number += 1
@@ -157,3 +185,17 @@ def adopt(directory: str, layout: RecordLayout, segments: Sequence[str | Segment
         manifest.publish(directory)
     finally:
         fs.close(lock)
+
+
+def _describe(segments: Sequence[str | SegmentInfo], layout: RecordLayout, progress: Progress | None
+              ) -> list[tuple[int, str]]:
+    """Rows and digest of each segment; files whose digest is not given are read for it."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(SegmentFile(s.path if isinstance(s, SegmentInfo) else s, layout)) for s in segments]
+        digests = [s.digest if isinstance(s, SegmentInfo) else "" for s in segments]
+        unknown = [i for i, digest in enumerate(digests) if not digest]
+        for i, found in zip(unknown, read_whole([files[i] for i in unknown], progress), strict=True):
+            if isinstance(found, StorageError):
+                raise found
+            digests[i] = found
+        return [(file.rows, digest) for file, digest in zip(files, digests, strict=True)]

@@ -6,8 +6,9 @@ rows are read around the HDF5 library, at the dataset's offset in the file.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -17,6 +18,9 @@ from hpc_ctr.kernels.checksum import first_bad_row, fold_bytes, fold_checks, new
 from hpc_ctr.kernels.rows import row_keys, unpack_rows
 from hpc_ctr.storage import fs
 from hpc_ctr.storage.record import RecordLayout
+
+if TYPE_CHECKING:
+    from hpc_ctr.storage.scan import KeyPart
 
 FORMAT = "hpc_ctr segment"
 VERSION = 1
@@ -197,14 +201,6 @@ class SegmentFile:
         """The half of the digest that covers everything but the rows."""
         return self.digest_with(new_digest())[16:]
 
-    def digest(self) -> str:
-        """The file's digest, by reading all of it."""
-        cursor = Cursor(self, 4 << 20)
-        while len(cursor.rows):
-            cursor.skip(len(cursor.rows))
-            cursor.refill()
-        return self.digest_with(cursor.state)
-
     def close(self) -> None:
         """Close the file; more than once does no harm."""
         if self.descriptor >= 0:
@@ -315,7 +311,7 @@ def merge(cursors: list[Cursor]) -> Iterator[list[Part]]:
         yield parts
 
 
-def latest(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
+def latest(parts: Sequence["Part | KeyPart"]) -> tuple[np.ndarray, np.ndarray]:
     """Distinct keys of the parts, ascending, and for each the place of its last occurrence in their
     concatenation."""
     keys = np.concatenate([part.keys for part in parts])

@@ -14,6 +14,7 @@ from hpc_ctr.storage import cold_index, host_cache, recovery
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
 from hpc_ctr.storage.host_cache import DIRTY, EVICT_SHARE, FLOOR_ROWS, LIVE, HostCache
 from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
+from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import LAST_KEY, SegmentInfo, live_rows
 from hpc_ctr.units import format_bytes
 
@@ -60,15 +61,16 @@ class TieredStore:
     """Rows by key, in host memory and on disk, of one table on one rank. One thread uses it.
 
     directory: of this table and rank alone; layout: of its rows; budget_bytes: for everything that the store
-    keeps in memory (cached rows and their index, the index of the cold tier); name: the table's. Leaving a
+    keeps in memory (cached rows and their index, the index of the cold tier); name: the table's; progress: called while
+    it opens, with bytes read so far and bytes in all. Leaving a
     ``with`` block without an error flushes; ``close`` alone does not. Raises StorageError: names
     storage.host_budget when the budget cannot hold the indexes, the file when one is damaged.
     """
 
     def __init__(self, directory: str, layout: RecordLayout, budget_bytes: int, name: str = "default",
-                 options: ColdStoreOptions | None = None):
+                 options: ColdStoreOptions | None = None, progress: Progress | None = None):
         self.layout, self.name, self.budget = layout, name, int(budget_bytes)
-        self.cold = ColdStore(directory, layout, name, options)
+        self.cold = ColdStore(directory, layout, name, options, progress)
         self._host_hits = self._cold_hits = self._missing = self._rows_evicted = 0
         self._noted_keys, self._noted_locations = np.empty(0, np.uint64), np.empty(0, np.int64)
         self._last_was_put = False
@@ -81,15 +83,15 @@ class TieredStore:
 
     @classmethod
     def restore(cls, directory: str, segments: Sequence[str | SegmentInfo], layout: RecordLayout,
-                budget_bytes: int, name: str = "default",
-                options: ColdStoreOptions | None = None) -> "TieredStore":
+                budget_bytes: int, name: str = "default", options: ColdStoreOptions | None = None,
+                progress: Progress | None = None) -> "TieredStore":
         """A store of exactly these segments; where a key is in several, the last in this order wins.
 
         The files are hard-linked, or copied from another file system; digests are checked where given. What
         ``directory`` held before is dropped.
         """
-        recovery.adopt(directory, layout, list(segments), name)
-        return cls(directory, layout, budget_bytes, name, options)
+        recovery.adopt(directory, layout, list(segments), name, progress)
+        return cls(directory, layout, budget_bytes, name, options, progress)
 
     def load(self, segments: Sequence[str | SegmentInfo], first_key: int = 0,
              last_key: int = LAST_KEY) -> int:

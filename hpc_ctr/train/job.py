@@ -19,6 +19,7 @@ from hpc_ctr.errors import UsageError
 from hpc_ctr.exchange.replicas import keys_of_owner, make_replicas
 from hpc_ctr.optim.build import make_dense_optimizer
 from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.tiered import TieredStore
 from hpc_ctr.train.plan import PassBudget, make_plan
 
@@ -60,12 +61,12 @@ class Job:
         self.store_dir = store_dir
         self.stores: list[TieredStore] = []
 
-    def open_stores(self, segments: list[list[list[str]]] | None = None) -> None:
+    def open_stores(self, segments: list[list[list[str]]] | None = None, progress: Progress | None = None) -> None:
         """Open this rank's tiers, one a table: empty, or with the rows of a checkpoint. Collective.
 
         segments[table][old rank] lists segment files, oldest first. On the rank count that wrote them the files are
         taken as they are; on another every rank reads the range of keys that it owns out of all. Whatever an earlier
-        run left in the directory is dropped.
+        run left in the directory is dropped. progress is called with bytes read so far and in all, table by table.
         """
         rank, size = self.session.rank, self.session.size
         with together(self.session.comm):
@@ -76,7 +77,7 @@ class Job:
                 files = segments[number] if segments else [[] for _ in range(size)]
                 same_ranks = len(files) == size
                 self.stores.append(TieredStore.restore(directory, files[rank] if same_ranks else [], layout, budget,
-                                                       table.name))
+                                                       table.name, progress=progress))
                 if not same_ranks:
                     for of_rank in files:
                         self.stores[-1].load(of_rank, *keys_of_owner(rank, size))

@@ -1,0 +1,83 @@
+"""What lies on disk, in numbers and words, without opening a store: it may be in use meanwhile."""
+
+import os
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpc_ctr.errors import StorageError
+from hpc_ctr.storage import cold_index, fs, manifest, recovery
+from hpc_ctr.storage.record import RecordLayout
+
+_OF_EVERY_ROW = {"key", "check", "t", "x", "state"}
+
+
+def stores_below(directory: str) -> list[str]:
+    """Directories of stores: ``directory`` itself and those below it, sorted."""
+    found = []
+    for path, _, names in os.walk(directory):
+        marks = manifest.NAME in names and _is_manifest(os.path.join(path, manifest.NAME), names)
+        if marks or any(map(recovery.segment_number, names)):
+            found.append(path)
+    return sorted(found)
+
+
+def _is_manifest(path: str, names: list[str]) -> bool:
+    """Other programs have a manifest.json too; a damaged one of a store is known by what lies beside it."""
+    return recovery.LOCK in names or b"hpc_ctr store" in fs.read_file(path)
+
+
+def layout_of(state: manifest.Manifest) -> RecordLayout:
+    """The layout of a store's rows."""
+    return RecordLayout(state.width, state.state, np.dtype(state.dtype))
+
+
+def describe_store(directory: str) -> dict[str, Any]:
+    """The committed state of a store. Raises StorageError when its manifest or a file it names cannot be read.
+
+    Keys: directory, table, width, state, dtype, row_bytes, rows, live, stale_share, disk_bytes, index_bytes (at most,
+    when the store is open), columns (fields and datasets of the segments beyond those that every table has), segments:
+    a list of file, rows, live, bytes.
+    """
+    state = manifest.load(directory)
+    layout = layout_of(state)
+    segments = [{"file": entry.file, "rows": entry.rows, "live": entry.live,
+                 "bytes": fs.size(os.path.join(directory, entry.file))} for entry in state.segments]
+    rows, live, nbytes = (sum(segment[name] for segment in segments) for name in ("rows", "live", "bytes"))
+    columns = _columns(os.path.join(directory, state.segments[0].file)) if segments else []
+    return {"directory": directory, "table": state.table, "width": state.width, "state": state.state,
+            "dtype": state.dtype, "row_bytes": layout.stored_bytes, "rows": rows, "live": live,
+            "stale_share": 1 - live / rows if rows else 0.0, "disk_bytes": nbytes,
+            "index_bytes": cold_index.bytes_for(live), "columns": columns, "segments": segments}
+
+
+def describe_segment(path: str, rows: int) -> dict[str, Any]:
+    """A segment file as h5py sees it: path, bytes, attributes, datasets (name -> shape and type), first_rows.
+
+    first_rows: up to ``rows`` rows of the dataset ``rows``, each a dict by field. Raises StorageError when the file is
+    no HDF5 file.
+    """
+    nbytes = fs.size(path)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            attributes = {name: _plain(value) for name, value in file.attrs.items()}
+            datasets = {name: f"{list(part.shape)} {part.dtype}" for name, part in file.items()}
+            first = file["rows"][:rows] if "rows" in file else []
+    except Exception as error:
+        raise StorageError(f"{path} is damaged or no segment ({error}): start from the last checkpoint") from error
+    return {"path": path, "bytes": nbytes, "attributes": attributes, "datasets": datasets,
+            "first_rows": [{name: _plain(row[name]) for name in row.dtype.names} for row in first]}
+
+
+def _columns(path: str) -> list[str]:
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            fields = file["rows"].dtype.names
+            return [name for name in (*fields, *file) if name not in _OF_EVERY_ROW and name != "rows"]
+    except Exception as error:
+        raise StorageError(f"{path} is damaged or no segment ({error}): hpc-ctr store verify says more") from error
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
