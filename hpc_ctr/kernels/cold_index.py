@@ -53,6 +53,17 @@ def _distance(position, fingerprint, size):
 
 
 @njit(nogil=True, cache=True)
+def same_print(keys, key):
+    """Which of ``keys`` have the group and fingerprint of ``key``, bool [n]."""
+    group, fingerprint = _split(key)
+    out = np.empty(len(keys), np.bool_)
+    for i in range(len(keys)):
+        other_group, other = _split(keys[i])
+        out[i] = other_group == group and other == fingerprint
+    return out
+
+
+@njit(nogil=True, cache=True)
 def group_counts(keys, counts):
     """Add to ``counts`` int64 [GROUPS] how many of the keys belong to each group."""
     for i in range(len(keys)):

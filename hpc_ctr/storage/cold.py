@@ -14,6 +14,7 @@ import numpy as np
 from hpc_ctr.errors import StorageError
 from hpc_ctr.kernels.rows import pack_rows
 from hpc_ctr.storage import fs, manifest, recovery
+from hpc_ctr.storage.claims import Claims
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
 from hpc_ctr.storage.compact import compact
 from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
@@ -33,9 +34,11 @@ class ColdStoreOptions:
 
     gap_bytes: rows that lie so near to each other in a file are fetched by one read, through the gap;
     read_bytes: longest single read; threads: reads under way at once (each takes a buffer of a read); direct:
-    read around the page cache, where the file system can; stale_share: a segment with a larger share of
-    superseded rows is rewritten; max_segments: above it the smallest are merged; output_rows: rows of a
-    segment that a rewrite makes, at least (a 64th of all rows when that is more).
+    read around the page cache, where the file system can; stale_share: while more than this share of all rows
+    is superseded, the segments that are most stale are rewritten; max_segments: above it the smallest are
+    merged; output_rows: rows of a segment that a rewrite makes, at least (a 64th of all rows when that is
+    more); claim_bytes: memory for notes of rows that were overwritten unread (storage/claims.py, 12 bytes
+    each); when it is full a put reads what it overwrites.
     """
 
     gap_bytes: int = 8192
@@ -45,6 +48,7 @@ class ColdStoreOptions:
     stale_share: float = 0.5
     max_segments: int = 96
     output_rows: int = 1 << 20
+    claim_bytes: int = 256 << 20
 
 
 @dataclass
@@ -73,6 +77,8 @@ class ColdStore:
         self.options = options or ColdStoreOptions()
         self.counters = ColdCounters()
         self.index = ColdIndex()
+        self.claims = Claims(self.options.claim_bytes)
+        self._claimants_of: tuple = (None, None)  # the segment that is being compared, and its claims
         # called with (keys, new locations) when rows were moved by a rewrite
         self.on_move: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._segments: list[Segment] = []
@@ -102,8 +108,8 @@ class ColdStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: the index."""
-        return self.index.nbytes
+        """Bytes of memory: the index, and the notes of rows that were overwritten unread."""
+        return self.index.nbytes + self.claims.nbytes
 
     @property
     def disk_bytes(self) -> int:
@@ -183,7 +189,9 @@ class ColdStore:
 
     def _commit(self, lives: list[int], added: Segment | None, keep: tuple[Segment, ...]) -> None:
         pairs = list(zip(self._segments, lives, strict=True))
-        kept = [(s, live) for s, live in pairs if live or s in keep]
+        # what was overwritten unread must be compared before it goes
+        gone = [s for s, live in pairs if not live and s not in keep and s.number not in self.claims]
+        kept = [(s, live) for s, live in pairs if s not in gone]
         if added is not None:
             kept.append((added, added.live))
         entries = tuple(manifest.Entry(os.path.basename(s.file.path), s.file.rows, live, s.digest)
@@ -208,10 +216,9 @@ class ColdStore:
             segment.live = live
         self._segments = [s for s, _ in kept]
         self._map_segments()
-        for segment, live in pairs:
-            if not live and segment not in keep:
-                segment.file.close()
-                fs.remove_quietly(segment.file.path)
+        for segment in gone:
+            segment.file.close()
+            fs.remove_quietly(segment.file.path)
 
     # --- reading
 
@@ -262,21 +269,78 @@ class ColdStore:
             locations[active[hit]] = candidates[hit]
             active = active[~hit]
             skip[active] += 1
+        lost = np.flatnonzero((locations < 0) & (skip > 0))  # something looked like the key and was not
+        back = lost[[self._recover(keys[i]) for i in lost]] if len(lost) else lost
+        if len(back):
+            found[back], locations[back] = self.fetch(keys[back], targets[back] if len(targets) else targets, words, t)
         if self._deleted:
             found &= ~self._are_deletions(locations)
         return found, locations
 
+    def _recover(self, key: np.uint64) -> bool:
+        """Give a key its entry back when another one has claimed its row; whether it was so."""
+        location = -1
+        for number, row in self.claims.rivals(key):
+            segment = next(s for s in self._segments if s.number == number)
+            if segment.file.key_of(row) == int(key):
+                location = max(location, segment.base + row)  # of several rows of one key the last written
+        if location < 0:
+            return False
+        self._restore_entry(key, location)
+        return True
+
+    def _restore_entry(self, key: np.uint64, location: int) -> None:
+        self.index.add(np.array([key]), np.array([location]))
+        owner = self._segments[int(self._owners(np.array([location]))[0])]
+        owner.live += 1
+        self._deleted += owner.deletions
+
+    def compare_claims(self, segment: Segment, first_row: int, keys: np.ndarray) -> int:
+        """Compare the keys of rows from number ``first_row`` on with those that claimed them; returns how many rows
+        turned out to be live."""
+        if segment.number not in self.claims:
+            return 0
+        claimed, by = self._claimants(segment)
+        rows = slice(first_row, first_row + len(keys))
+        wrong = np.flatnonzero(claimed[rows] & (by[rows] != keys))
+        before = len(self.index)
+        if len(wrong):
+            self.locate(keys[wrong])  # which looks among the claims, and recovers
+        return len(self.index) - before
+
+    def settle_claims(self) -> None:
+        """Compare every row that was overwritten unread, by reading the segments concerned."""
+        for segment in [s for s in self._segments if s.number in self.claims]:
+            cursor = Cursor(segment.file, _SCAN_BYTES)
+            while len(cursor.rows):
+                self.compare_claims(segment, cursor.first_row, cursor.keys)
+                cursor.skip(len(cursor.rows))
+                cursor.refill()
+        for segment in self._segments:
+            self.claims.drop(segment.number)
+        self._claimants_of = None, None
+
+    def limit_claims(self, nbytes: int) -> None:
+        """Change the memory for rows that were overwritten unread."""
+        if not self.claims.limit(nbytes):
+            self.settle_claims()
+
+    def _claimants(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+        if self._claimants_of[0] is not segment:
+            self._claimants_of = segment, self.claims.claimants(segment.number, segment.file.rows)
+        return self._claimants_of[1]
+
     def _are_deletions(self, locations: np.ndarray) -> np.ndarray:
         """Which locations (-1: none) lie in segments of deletions, bool [n]."""
         kinds = np.array([s.deletions for s in self._segments] + [False])  # -1 takes the last
-        return kinds[np.searchsorted(self._map.bases, locations, side="right") - 1]
+        return kinds[self._owners(locations)]
 
     def _read(self, locations, places, keys, targets, words, t, found) -> None:
         options = self.options
         bad, reads, nbytes = read_rows(self._map, Wanted(locations, places, keys, targets, words, t, found),
                                        self.layout.stored_bytes, options.gap_bytes, options.read_bytes, options.threads)
         if bad >= 0:
-            owner = self._segments[int(np.searchsorted(self._map.bases, locations[bad], side="right")) - 1]
+            owner = self._segments[int(self._owners(locations[bad:bad + 1])[0])]
             raise owner.file.damaged(int(locations[bad]) - owner.base)
         self.counters.reads += reads
         self.counters.bytes_read += nbytes
@@ -287,6 +351,7 @@ class ColdStore:
 
         The store must not be written to meanwhile.
         """
+        self.settle_claims()
         for segment in [s for s in self._segments if not s.deletions]:
             cursor = Cursor(segment.file, batch_rows * self.layout.stored_bytes)
             while len(cursor.rows):
@@ -304,6 +369,7 @@ class ColdStore:
         ``due`` as for TieredStore.shrink. Segments that are known to have no such row are not read. Meanwhile rows may
         be deleted, and nothing else be written.
         """
+        self.settle_claims()
         batch: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for segment in [s for s in self._segments if not s.deletions and s.due <= now]:
             if segment not in self._segments:  # its last row was deleted
@@ -352,7 +418,8 @@ class ColdStore:
         if (keys[1:] == keys[:-1]).any():
             raise ValueError("the keys of a put must be distinct")
         result = np.empty(n, np.int64)
-        result[order] = self._append(keys, t, positions, first, second, self._settle(keys, old[order]))
+        old, claimed = self._settle(keys, old[order], may_claim=True)
+        result[order] = self._append(keys, t, positions, first, second, old, claimed)
         return result
 
     def delete(self, keys: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
@@ -362,7 +429,7 @@ class ColdStore:
         self.check_writable()
         order = np.argsort(keys)
         keys = as_keys(keys)[order]
-        old = self._settle(keys, np.full(len(keys), -1, np.int64) if old is None else old[order])
+        old, _ = self._settle(keys, np.full(len(keys), -1, np.int64) if old is None else old[order], may_claim=False)
         there = (old >= 0) & ~self._are_deletions(old)
         result = np.empty(len(keys), np.bool_)
         result[order] = there
@@ -370,11 +437,12 @@ class ColdStore:
         if len(keys):
             nothing = np.zeros((1, self.layout.words), np.uint32)
             zeros = np.zeros(len(keys), np.int64)
-            self._append(keys, zeros.astype(np.uint32), zeros, nothing, nothing, old, deletions=True)
+            self._append(keys, zeros.astype(np.uint32), zeros, nothing, nothing, old, zeros > 0, deletions=True)
         return result
 
-    def _append(self, keys, t, positions, first, second, old, deletions=False) -> np.ndarray:
-        """Write and commit one segment of rows sorted by key, with settled ``old``; returns their locations."""
+    def _append(self, keys, t, positions, first, second, old, claimed, deletions=False) -> np.ndarray:
+        """Write and commit one segment of rows sorted by key, with settled ``old``, of which ``claimed`` bool [n] were
+        not compared; returns their locations."""
         n, fresh = len(keys), old < 0
         self.index.reserve(keys[fresh])
         number, writer = self.write_segment(n, deletions)
@@ -387,26 +455,43 @@ class ColdStore:
                 writer.append(rows)
             digest, _ = writer.finish()
         superseded = int(np.count_nonzero(self._are_deletions(old))) if self._deleted else 0
-        added = self.commit(number, digest, self.count_by_segment(old[~fresh]))
+        owner = self._owners(old[claimed])
+        doubtful = tuple(self._segments[i] for i in np.unique(owner))
+        added = self.commit(number, digest, self.count_by_segment(old[~fresh]), doubtful)
+        for segment, part in zip(doubtful, _split_by(owner)):
+            here = np.flatnonzero(claimed)[part]
+            self.claims.add(segment.number, old[here] - segment.base, keys[here])
         self._deleted += n * deletions - superseded
         new = added.base + np.arange(n)
         self.index.move(keys, old, new)
         self.index.add(keys, new, fresh)
         return new
 
-    def _settle(self, keys: np.ndarray, old: np.ndarray) -> np.ndarray:
+    def _settle(self, keys: np.ndarray, old: np.ndarray, may_claim: bool) -> tuple[np.ndarray, np.ndarray]:
         """Present location of each key or of its deletion, -1 where it has none: ``old`` where that still holds, else
-        by reading."""
+        by reading; and where it was claimed instead, bool [n]: the only entry that matches was taken, unread."""
         settled = np.where((old >= 0) & self.index.has(keys, old), old, -1)
+        claimed = np.zeros(len(keys), np.bool_)
         unknown = np.flatnonzero(settled < 0)
-        maybe = unknown[self.index.find(keys[unknown], np.zeros(len(unknown), np.int64)) >= 0]
+        first = self.index.find(keys[unknown], np.zeros(len(unknown), np.int64))
+        maybe, first = unknown[first >= 0], first[first >= 0]
+        if may_claim and 0 < len(maybe) <= self.claims.room:
+            alone = self.index.find(keys[maybe], np.ones(len(maybe), np.int64)) < 0
+            # nor may anything else in this put have a right to the entry: a key like it, or one whose place is known
+            taken, times = np.unique(np.concatenate([first, settled[settled >= 0]]), return_counts=True)
+            alone &= ~np.isin(first, taken[times > 1])
+            settled[maybe[alone]], claimed[maybe[alone]] = first[alone], True
+            maybe = maybe[~alone]
         settled[maybe] = self._entries(keys[maybe])[1]
-        return settled
+        return settled, claimed
+
+    def _owners(self, locations: np.ndarray) -> np.ndarray:
+        """Which segment, in the order of ``segments()``, each location lies in."""
+        return np.searchsorted(self._map.bases, locations, side="right") - 1
 
     def count_by_segment(self, locations: np.ndarray) -> np.ndarray:
         """How many of the locations are in each segment, int64 [segments]."""
-        owner = np.searchsorted(self._map.bases, locations, side="right") - 1
-        return np.bincount(owner, minlength=len(self._segments))
+        return np.bincount(self._owners(locations), minlength=len(self._segments))
 
     def tidy(self) -> None:
         """Rewrite segments that are mostly stale, merge the smallest when there are too many, and drop deletions that
@@ -421,8 +506,14 @@ class ColdStore:
     def _rewrite(self, limit: int, deletions: bool) -> bool:
         """Rewrite one group of segments of rows, or of deletions; False when there was nothing to do."""
         segments = [s for s in self._segments if s.deletions == deletions]
-        stale = [s for s in segments if s.live < s.file.rows * (1 - self.options.stale_share)]
-        if not stale and len(segments) > self.options.max_segments:
+        rows, live = sum(s.file.rows for s in segments), sum(s.live for s in segments)
+        share = self.options.stale_share
+        stale = [s for s in segments if not s.live]
+        if not stale and rows - live > share * rows:
+            # the most stale first: they give back the most for what is copied, and those that are left go on to decay
+            stale = sorted((s for s in segments if s.live < s.file.rows * (1 - share / 2)),
+                           key=lambda s: (s.live / s.file.rows, s.number))
+        elif not stale and len(segments) > self.options.max_segments:
             by_size = sorted(segments, key=lambda s: (s.live, s.number))
             stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
         group = _first_of(stale, limit)
@@ -441,7 +532,8 @@ class ColdStore:
             if self._deleted <= max(self.rows // 4, self.options.output_rows // 16):
                 return
             newest = max(s.number for s in self._segments if s.deletions)
-            older = _first_of([s for s in self._segments if not s.deletions and s.number < newest], limit)
+            older = _first_of(sorted((s for s in self._segments if not s.deletions and s.number < newest),
+                                     key=lambda s: s.number), limit)
             compact(self, older, limit)
 
     def _drop_deletions(self, segments: list[Segment]) -> None:
@@ -456,6 +548,8 @@ class ColdStore:
                 locations.append(at[live])
                 cursor.skip(len(cursor.rows))
                 cursor.refill()
+        for segment in segments:
+            self.claims.drop(segment.number)
         self._commit([0 if s in segments else s.live for s in self._segments], None, ())
         self._deleted -= self.index.remove(np.concatenate(keys), np.concatenate(locations))
 
@@ -488,11 +582,17 @@ class ColdStore:
         self.close()
 
 
+def _split_by(owner: np.ndarray) -> list[np.ndarray]:
+    """Positions of each distinct value of ``owner``, by value."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(owner[order])) + 1)
+
+
 def _first_of(segments: list[Segment], limit: int) -> list[Segment]:
-    """The oldest of them with up to ``limit`` live rows together, at least one: the disk holds the old and the new form
+    """The first of them with up to ``limit`` live rows together, at least one: the disk holds the old and the new form
     of what is rewritten at once."""
     group: list[Segment] = []
-    for segment in sorted(segments, key=lambda s: s.number):
+    for segment in segments:
         if group and sum(s.live for s in group) + segment.live > limit:
             break
         group.append(segment)

@@ -20,7 +20,9 @@ def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
     rows that were moved are served from their new place.
     """
     left = sum(segment.live for segment in victims)
-    if not left:
+    # rows that were overwritten unread may turn out to be live: then everything has to be read to the end
+    doubtful = any(segment.number in store.claims for segment in victims)
+    if not left and not doubtful:
         store.drop_dead()
         return
     cursors = [Cursor(s.file, max(_SCAN_BYTES // len(victims), 1 << 16)) for s in victims]
@@ -28,6 +30,9 @@ def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
     number, moved = 0, []
     try:
         for parts in merge(cursors):
+            if doubtful and any([store.compare_claims(victims[part.cursor], part.first_row, part.keys)
+                                 for part in parts]):
+                left = sum(segment.live for segment in victims) - sum(len(keys) for keys, _ in moved)
             keys, old, rows = [], [], []
             for part in parts:
                 where = victims[part.cursor].base + part.first_row + np.arange(len(part.keys))
@@ -49,10 +54,13 @@ def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
                 if not writer.room:
                     digest, _ = writer.finish()
                     writer = None
-                    _adopt_output(store, number, digest, moved, victims if left else [])
+                    _adopt_output(store, number, digest, moved, victims if left or doubtful else [])
                     moved = []
-            if not left:
+            if not left and not doubtful:
                 return
+        for segment in victims:
+            store.claims.drop(segment.number)
+        store.drop_dead()
     finally:
         if writer is not None:
             writer.abort()

@@ -178,14 +178,18 @@ class SegmentFile:
         if verify and (bad := first_bad_row(out)) >= 0:
             raise self.damaged(first + bad)
 
+    def key_of(self, row: int) -> int:
+        """The key of one row."""
+        out = np.empty((1, 4 + self.layout.words), np.uint32)
+        self.read(row, out)
+        return int(out[0, 0]) | int(out[0, 1]) << 32
+
     def lower_bound(self, key: int) -> int:
         """Number of the first row whose key is ``key`` or above; ``rows`` when there is none."""
         low, high = 0, self.rows
-        row = np.empty((1, 4 + self.layout.words), np.uint32)
         while low < high:
             middle = (low + high) // 2
-            self.read(middle, row)
-            if int(row[0, 0]) | int(row[0, 1]) << 32 < key:
+            if self.key_of(middle) < key:
                 low = middle + 1
             else:
                 high = middle

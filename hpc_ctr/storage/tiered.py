@@ -18,7 +18,8 @@ from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import LAST_KEY, SegmentInfo, live_rows
 from hpc_ctr.units import format_bytes
 
-_HINT_SHARE = 32            # of the budget: notes of where rows lie that were read but not cached
+# of the budget: half for notes of where rows lie that were read but not cached, half for rows overwritten unread
+_HINT_SHARE = 32
 _HINT_BYTES = 16
 _WRITE_ROWS = 65536         # rows of one segment of an eviction or flush (an eighth of the cache when more)
 _LOAD_ROWS = 262144
@@ -80,6 +81,7 @@ class TieredStore:
             self.cold.close()
             raise
         self.cold.on_move = self._on_move
+        self.cold.limit_claims(self.budget // _HINT_SHARE // 2)
 
     @classmethod
     def restore(cls, directory: str, segments: Sequence[str | SegmentInfo], layout: RecordLayout,
@@ -163,6 +165,7 @@ class TieredStore:
         """Change the budget; a smaller one takes effect at once, by eviction."""
         before, self.budget = self.budget, int(budget_bytes)
         self._forget_notes()
+        self.cold.limit_claims(self.budget // _HINT_SHARE // 2)
         try:
             self._unbacked()
             self._fit(np.empty(0, np.uint64), np.empty(0, np.int64))
@@ -342,7 +345,7 @@ class TieredStore:
     # again
 
     def _note(self, keys: np.ndarray, locations: np.ndarray) -> None:
-        limit = self.budget // _HINT_SHARE // _HINT_BYTES
+        limit = self.budget // _HINT_SHARE // 2 // _HINT_BYTES
         order = np.argsort(keys[:limit])
         self._noted_keys, self._noted_locations = keys[:limit][order], locations[:limit][order]
 
