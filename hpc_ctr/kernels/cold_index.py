@@ -39,6 +39,17 @@ def _home(fingerprint, size):
 
 
 @njit(nogil=True, cache=True, inline="always")
+def _prefetch(addresses, sizes, key):
+    """Ask for the three cache lines at the home of a key's entry: it is rarely much further on."""
+    group, fingerprint = _split(key)
+    address, size = addresses[group], sizes[group]
+    home = _home(fingerprint, size)
+    prefetch(address + np.uint64(4 * home))
+    prefetch(address + np.uint64(4 * (size + home)))
+    prefetch(address + np.uint64(8 * size + home))
+
+
+@njit(nogil=True, cache=True, inline="always")
 def _block(address, size):
     prints = carray(pointer(address), size, np.uint32)
     low = carray(pointer(address + np.uint64(4 * size)), size, np.uint32)
@@ -78,8 +89,7 @@ def find(addresses, sizes, keys, skip, out):
     n = len(keys)
     for i in range(n):
         if i + _AHEAD < n:
-            group, fingerprint = _split(keys[i + _AHEAD])
-            prefetch(addresses[group] + np.uint64(4 * _home(fingerprint, sizes[group])))
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
         group, fingerprint = _split(keys[i])
         size = sizes[group]
         out[i] = -1
@@ -100,6 +110,32 @@ def find(addresses, sizes, keys, skip, out):
 
 
 @njit(nogil=True, cache=True)
+def find_alone(addresses, sizes, keys, out, alone):
+    """``out[i]`` = location of the first entry with the fingerprint of ``keys[i]``, or -1; ``alone[i]`` = whether it is
+    the only one."""
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
+        group, fingerprint = _split(keys[i])
+        size = sizes[group]
+        out[i], alone[i] = -1, False
+        if size == 0:
+            continue
+        prints, low, high = _block(addresses[group], size)
+        b = _home(fingerprint, size)
+        distance = 0
+        while prints[b] != EMPTY and _distance(b, prints[b], size) >= distance:
+            if prints[b] == fingerprint:
+                alone[i] = out[i] < 0
+                if not alone[i]:
+                    break
+                out[i] = (np.int64(high[b]) << 32) | np.int64(low[b])
+            b = b + 1 if b + 1 < size else 0
+            distance += 1
+
+
+@njit(nogil=True, cache=True)
 def _find_exact(prints, low, high, size, fingerprint, location):
     b = _home(fingerprint, size)
     distance = 0
@@ -114,7 +150,10 @@ def _find_exact(prints, low, high, size, fingerprint, location):
 @njit(nogil=True, cache=True)
 def has(addresses, sizes, keys, locations, out):
     """``out[i]`` = whether the index holds exactly this location for ``keys[i]``."""
-    for i in range(len(keys)):
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
         group, fingerprint = _split(keys[i])
         size = sizes[group]
         out[i] = False
@@ -130,7 +169,10 @@ def move(addresses, sizes, keys, old, new):
     Returns the number of entries that were not found.
     """
     lost = 0
-    for i in range(len(keys)):
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
         if old[i] < 0:
             continue
         group, fingerprint = _split(keys[i])
@@ -191,7 +233,10 @@ def remove(addresses, sizes, counts, keys, locations):
     """Remove the entries (``keys[i]``, ``locations[i]``), shifting followers back; returns how many were
     there."""
     removed = 0
-    for i in range(len(keys)):
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
         group, fingerprint = _split(keys[i])
         size = sizes[group]
         if size == 0:

@@ -75,26 +75,27 @@ def _bin(warmth, used, now, half_life):
 
 
 @njit(nogil=True, cache=True)
-def histogram(flags, used, warmth, high, now, half_life, live, counts):
-    """Add up live slots below ``high`` by the bin of their warmth now, into ``counts`` int64 [BINS]."""
+def histogram(flags, used, warmth, high, now, half_life, live, mask, counts):
+    """Add up slots below ``high`` by the bin of their warmth now, into ``counts`` int64 [BINS]: those whose flags in
+    ``mask`` are ``live``."""
     for s in range(high):
-        if flags[s] & live:
+        if (flags[s] & mask) == live:
             counts[_bin(warmth[s], used[s], now, half_life)] += 1
 
 
 @njit(nogil=True, cache=True)
-def coldest(flags, used, warmth, high, now, half_life, live, limit, out):
+def coldest(flags, used, warmth, high, now, half_life, live, mask, limit, out):
     """The slots of the bins below ``limit``, then as many of bin ``limit`` as still fit into ``out``; their
     number."""
     n = 0
     for s in range(high):
-        if n < len(out) and flags[s] & live and _bin(warmth[s], used[s], now, half_life) < limit:
+        if n < len(out) and (flags[s] & mask) == live and _bin(warmth[s], used[s], now, half_life) < limit:
             out[n] = s
             n += 1
     for s in range(high):
         if n == len(out):
             break
-        if flags[s] & live and _bin(warmth[s], used[s], now, half_life) == limit:
+        if (flags[s] & mask) == live and _bin(warmth[s], used[s], now, half_life) == limit:
             out[n] = s
             n += 1
     return n

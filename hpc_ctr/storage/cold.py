@@ -79,8 +79,8 @@ class ColdStore:
         self.index = ColdIndex()
         self.claims = Claims(self.options.claim_bytes)
         self._claimants_of: tuple = (None, None)  # the segment that is being compared, and its claims
-        # called with (keys, new locations) when rows were moved by a rewrite
-        self.on_move: Callable[[np.ndarray, np.ndarray], None] | None = None
+        # called with (keys, old locations, new locations) when rows were moved by a rewrite
+        self.on_move: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
         self._segments: list[Segment] = []
         self._deleted = 0  # entries of the index that are deletions
         self._lock = -1
@@ -148,7 +148,7 @@ class ColdStore:
         return base
 
     def _map_segments(self) -> None:
-        self._map = SegmentMap.of((s.base, s.file) for s in self._segments)
+        self.segment_map = SegmentMap.of((s.base, s.file) for s in self._segments)
 
     def check_writable(self) -> None:
         """Raise the error that an earlier, half-done commit left behind."""
@@ -337,13 +337,22 @@ class ColdStore:
 
     def _read(self, locations, places, keys, targets, words, t, found) -> None:
         options = self.options
-        bad, reads, nbytes = read_rows(self._map, Wanted(locations, places, keys, targets, words, t, found),
+        bad, reads, nbytes = read_rows(self.segment_map, Wanted(locations, places, keys, targets, words, t, found),
                                        self.layout.stored_bytes, options.gap_bytes, options.read_bytes, options.threads)
         if bad >= 0:
-            owner = self._segments[int(self._owners(locations[bad:bad + 1])[0])]
-            raise owner.file.damaged(int(locations[bad]) - owner.base)
+            raise self.damaged(int(locations[bad]))
         self.counters.reads += reads
         self.counters.bytes_read += nbytes
+
+    def damaged(self, location: int) -> StorageError:
+        """The error for a row whose check is wrong."""
+        owner = self._segments[int(self._owners(np.array([location]))[0])]
+        return owner.file.damaged(location - owner.base)
+
+    def candidates(self, keys: np.ndarray) -> np.ndarray:
+        """Where each key's row lies in all likelihood, int64 [n]; -1 where there is nothing to read. Reads nothing."""
+        locations, _ = self.index.find_alone(keys)
+        return np.where(self._are_deletions(locations), -1, locations) if self._deleted else locations
 
     def iterate(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Every live row once, by segment and in key order within it: (keys, records, t) of n <= batch_rows
@@ -470,13 +479,16 @@ class ColdStore:
     def _settle(self, keys: np.ndarray, old: np.ndarray, may_claim: bool) -> tuple[np.ndarray, np.ndarray]:
         """Present location of each key or of its deletion, -1 where it has none: ``old`` where that still holds, else
         by reading; and where it was claimed instead, bool [n]: the only entry that matches was taken, unread."""
-        settled = np.where((old >= 0) & self.index.has(keys, old), old, -1)
+        settled = np.full(len(keys), -1, np.int64)
+        noted = np.flatnonzero(old >= 0)
+        noted = noted[self.index.has(keys[noted], old[noted])]
+        settled[noted] = old[noted]
         claimed = np.zeros(len(keys), np.bool_)
         unknown = np.flatnonzero(settled < 0)
-        first = self.index.find(keys[unknown], np.zeros(len(unknown), np.int64))
-        maybe, first = unknown[first >= 0], first[first >= 0]
+        first, alone = self.index.find_alone(keys[unknown])
+        matched = first >= 0
+        maybe, first, alone = unknown[matched], first[matched], alone[matched]
         if may_claim and 0 < len(maybe) <= self.claims.room:
-            alone = self.index.find(keys[maybe], np.ones(len(maybe), np.int64)) < 0
             # nor may anything else in this put have a right to the entry: a key like it, or one whose place is known
             taken, times = np.unique(np.concatenate([first, settled[settled >= 0]]), return_counts=True)
             alone &= ~np.isin(first, taken[times > 1])
@@ -487,7 +499,7 @@ class ColdStore:
 
     def _owners(self, locations: np.ndarray) -> np.ndarray:
         """Which segment, in the order of ``segments()``, each location lies in."""
-        return np.searchsorted(self._map.bases, locations, side="right") - 1
+        return np.searchsorted(self.segment_map.bases, locations, side="right") - 1
 
     def count_by_segment(self, locations: np.ndarray) -> np.ndarray:
         """How many of the locations are in each segment, int64 [segments]."""

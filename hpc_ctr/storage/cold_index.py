@@ -44,6 +44,13 @@ class ColdIndex:
         kernels.find(self._addresses, self._sizes, keys, skip, out)
         return out
 
+    def find_alone(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Location int64 [n] of the first entry that may be that of each key (-1: none), and whether it is the only
+        one, bool [n]."""
+        out, alone = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
+        kernels.find_alone(self._addresses, self._sizes, keys, out, alone)
+        return out, alone
+
     def has(self, keys: np.ndarray, locations: np.ndarray) -> np.ndarray:
         """Whether the entries (key, location) exist, bool [n]."""
         out = np.empty(len(keys), np.bool_)

@@ -75,4 +75,4 @@ def _adopt_output(store: "ColdStore", number: int, digest: str, moved: list, kee
     store.index.move(keys, old, new)
     store.counters.rows_compacted += len(keys)
     if store.on_move is not None and not added.deletions:
-        store.on_move(keys, new)
+        store.on_move(keys, old, new)

@@ -7,7 +7,7 @@ from hpc_ctr.kernels.index import BUCKET_BYTES, MAX_LOAD, KeyIndex, buckets_for
 from hpc_ctr.kernels.memory import LazyArray
 from hpc_ctr.storage.record import RecordLayout
 
-LIVE, DIRTY = 1, 2
+LIVE, DIRTY, PINNED = 1, 2, 4
 EVICT_SHARE = 16            # an eviction takes at least a 16th of the capacity
 FLOOR_ROWS = 64             # the least capacity that is worth running with
 HALF_LIFE = 16.0            # passes after which a use counts half
@@ -110,22 +110,36 @@ class HostCache:
         """Slots that have all of these flags, ascending."""
         return np.flatnonzero((self.flags[:self.high] & flags) == flags)
 
+    def pin(self, keys: np.ndarray) -> None:
+        """Keep the rows of ``keys`` uint64 [n], those that are here, from being evicted."""
+        slots = self.lookup(keys)
+        self.pin_slots(slots[slots >= 0])
+
+    def pin_slots(self, slots: np.ndarray) -> None:
+        """Keep slots from being evicted."""
+        self.flags[slots] |= PINNED
+
+    def unpin(self) -> None:
+        """Let all rows be evicted again."""
+        self.flags[:self.high] &= 255 - PINNED
+
     def _histogram(self) -> np.ndarray:
         counts = np.zeros(kernels.BINS, np.int64)
-        kernels.histogram(self.flags, self.used, self.warmth, self.high, self.now, HALF_LIFE, LIVE, counts)
+        kernels.histogram(self.flags, self.used, self.warmth, self.high, self.now, HALF_LIFE, LIVE,
+                          LIVE | PINNED, counts)
         return counts
 
     def replaceable(self) -> int:
-        """How many rows are less warm than one that is used now for the first time."""
+        """How many rows that are not pinned are less warm than one that is used now for the first time."""
         return int(self._histogram()[:kernels.ONCE].sum())
 
     def coldest(self, n: int) -> np.ndarray:
-        """Slots of the ``n`` least warm rows (within a sixteenth of a factor of two), ascending in each
-        bin."""
+        """Slots of the ``n`` least warm rows that are not pinned (within a sixteenth of a factor of two),
+        ascending in each bin."""
         limit = int(np.searchsorted(np.cumsum(self._histogram()), n))
         out = np.empty(min(n, self.count), np.int64)
         found = kernels.coldest(self.flags, self.used, self.warmth, self.high, self.now, HALF_LIFE, LIVE,
-                                limit, out)
+                                LIVE | PINNED, limit, out)
         return out[:found]
 
     def drop(self, slots: np.ndarray) -> None:

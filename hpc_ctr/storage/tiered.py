@@ -4,8 +4,11 @@ Which tier a row is in shows in nothing but speed and counters.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +19,7 @@ from hpc_ctr.storage.host_cache import DIRTY, EVICT_SHARE, FLOOR_ROWS, LIVE, Hos
 from hpc_ctr.storage.record import RecordLayout, as_keys, as_words
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import LAST_KEY, SegmentInfo, live_rows
+from hpc_ctr.storage.staging import Staging
 from hpc_ctr.units import format_bytes
 
 # of the budget: half for notes of where rows lie that were read but not cached, half for rows overwritten unread
@@ -50,6 +54,7 @@ class StoreCounters:
     segments_written: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
+    rows_staged: int = 0
 
 
 def budget_for(layout: RecordLayout, cached_rows: int, total_rows: int) -> int:
@@ -75,6 +80,9 @@ class TieredStore:
         self._host_hits = self._cold_hits = self._missing = self._rows_evicted = 0
         self._noted_keys, self._noted_locations = np.empty(0, np.uint64), np.empty(0, np.int64)
         self._last_was_put = False
+        self._rows_staged = 0
+        self._staging: Staging | None = None
+        self._next_keys = np.empty(0, np.uint64)
         try:
             self.cache = HostCache(layout, self._capacity(self.cold.entries))
         except BaseException:
@@ -158,11 +166,13 @@ class TieredStore:
         if capacity >= self.cache.capacity:
             return
         if self.cache.count > capacity:
+            self.cache.unpin()
             self._evict(self.cache.coldest(max(self.cache.count - capacity, capacity // EVICT_SHARE)))
         self.cache.resize(capacity)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget; a smaller one takes effect at once, by eviction."""
+        self._settle_staging()
         before, self.budget = self.budget, int(budget_bytes)
         self._forget_notes()
         self.cold.limit_claims(self.budget // _HINT_SHARE // 2)
@@ -201,7 +211,7 @@ class TieredStore:
         self.cache.touch(slots)
         found = slots >= 0
         absent = np.flatnonzero(~found)
-        there, locations = self.cold.fetch(keys[absent], absent, words, t)
+        there, locations = self._fetch(keys[absent], absent, words, t)
         rows, locations = absent[there], locations[there]
         found[rows] = True
         self._host_hits += len(keys) - len(absent)
@@ -229,6 +239,7 @@ class TieredStore:
         keys = as_keys(keys)
         words = as_words(np.ascontiguousarray(records), self.layout)
         t = np.ascontiguousarray(t, np.uint32)
+        self._settle_staging()
         if self._last_was_put:
             self.cache.now += 1     # a get and the put that follows it are one use
         self._last_was_put = True
@@ -238,12 +249,57 @@ class TieredStore:
         new = np.flatnonzero(slots < 0)
         if len(new) == 0:
             return
+        # the cache takes the first ones: those that the next pass wants
+        wanted = _among(self._next_keys, keys[new])
+        new = np.concatenate([new[wanted], new[~wanted]])
         locations = self._look_up_notes(keys[new])
         self._fit(keys[new], locations)
         admitted = self._make_room(len(new), keys, words, t, new, locations)
         new = new[:admitted]
         self.cache.insert(keys[new], new, words, t, locations[:admitted], dirty=True)
+        self.cache.pin(keys[new[:np.count_nonzero(wanted)]])
         self.cold.tidy()
+
+    # --- looking ahead
+
+    def stage(self, keys: np.ndarray, limit: int) -> None:
+        """Get ready for a ``get`` of ``keys`` uint64 [n] distinct, the next one of a pass: begin to read their cold
+        rows, up to ``limit`` of them, in the background, and keep those that are in the cache there. Changes no result;
+        it holds until ``unstage`` or the next call."""
+        self.unstage()
+        self._next_keys = np.sort(as_keys(keys))
+        slots = self.cache.lookup(self._next_keys)
+        self.cache.pin_slots(slots[slots >= 0])
+        self._staging = Staging(self.cold, self._next_keys[slots < 0], limit, _background(os.getpid()))
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that ``stage`` holds; not part of ``nbytes``."""
+        return self._next_keys.nbytes + (self._staging.nbytes if self._staging else 0)
+
+    def _fetch(self, keys: np.ndarray, targets: np.ndarray, words: np.ndarray, t: np.ndarray
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """As ColdStore.fetch; what is staged need not be read."""
+        if self._staging is None:
+            return self.cold.fetch(keys, targets, words, t)
+        found, locations = self._staging.serve(keys, targets, words, t)
+        self._rows_staged += int(np.count_nonzero(found))
+        rest = np.flatnonzero(~found)
+        found[rest], locations[rest] = self.cold.fetch(keys[rest], targets[rest], words, t)
+        return found, locations
+
+    def _settle_staging(self) -> None:
+        """Before segments may go."""
+        if self._staging is not None:
+            self._staging.wait()
+
+    def unstage(self) -> None:
+        """Forget what ``stage`` prepared: the pass that wanted it has its rows."""
+        try:
+            self._settle_staging()
+        finally:
+            self._staging, self._next_keys = None, np.empty(0, np.uint64)
+            self.cache.unpin()
 
     def _make_room(self, arriving: int, keys=None, words=None, t=None, rows=None, locations=None) -> int:
         """Evict for ``arriving`` rows; returns how many of them (the first ones) the cache takes.
@@ -289,6 +345,7 @@ class TieredStore:
 
     def flush(self) -> None:
         """Commit every dirty row to the cold tier; the cache keeps them, clean."""
+        self._settle_staging()
         cache = self.cache
         dirty = cache.slots_where(LIVE | DIRTY)
         step = max(_WRITE_ROWS, cache.capacity // 8)
@@ -296,7 +353,7 @@ class TieredStore:
             slots = dirty[begin:begin + step]
             cache.cold[slots] = self.cold.write(cache.keys[slots], cache.t[slots], slots, cache.slab,
                                                 cache.slab, cache.cold[slots])
-            cache.flags[slots] = LIVE
+            cache.flags[slots] &= 255 - DIRTY
         self.cold.tidy()
 
     def delete(self, keys: np.ndarray) -> int:
@@ -305,6 +362,7 @@ class TieredStore:
         Needs a layout with a lifecycle. What the cold tier has is deleted durably, at once. After a StorageError no row
         is gone.
         """
+        self._settle_staging()
         keys = as_keys(keys)
         self._forget_notes()
         slots = self.cache.lookup(keys)
@@ -322,6 +380,7 @@ class TieredStore:
         the same for the same row. each: called with the LIFE [m] of rows that are deleted. Reads, one after the other,
         the segments that may hold such rows. After a StorageError some rows may be gone and others not.
         """
+        self._settle_staging()
         cache, count = self.cache, 0
         for begin in reversed(range(0, cache.high, _DELETE_ROWS)):  # backwards: a deletion moves the last rows down
             part = slice(begin, min(begin + _DELETE_ROWS, cache.high))
@@ -358,7 +417,9 @@ class TieredStore:
         place = np.minimum(np.searchsorted(self._noted_keys, keys), len(self._noted_keys) - 1)
         return np.where(self._noted_keys[place] == keys, self._noted_locations[place], -1)
 
-    def _on_move(self, keys: np.ndarray, locations: np.ndarray) -> None:
+    def _on_move(self, keys: np.ndarray, old: np.ndarray, locations: np.ndarray) -> None:
+        if self._staging is not None:
+            self._staging.moved(keys, old, locations)
         slots = self.cache.lookup(keys)
         self.cache.cold[slots[slots >= 0]] = locations[slots >= 0]
 
@@ -404,14 +465,19 @@ class TieredStore:
         """What each tier has served, and the traffic to disk."""
         done = self.cold.counters
         return StoreCounters(self._host_hits, self._cold_hits, self._missing, self._rows_evicted,
-                             done.segments_written, done.bytes_written, done.bytes_read)
+                             done.segments_written, done.bytes_written, done.bytes_read, self._rows_staged)
 
     def verify(self) -> list[str]:
         """Read all committed segments and say what is damaged, one sentence each."""
         return self.cold.verify()
 
+    def _unstage_quietly(self) -> None:
+        with contextlib.suppress(StorageError):
+            self.unstage()
+
     def close(self) -> None:
         """Close the files. Rows that were not flushed are lost."""
+        self._unstage_quietly()
         self.cold.close()
 
     def __enter__(self) -> "TieredStore":
@@ -423,3 +489,16 @@ class TieredStore:
                 self.flush()
         finally:
             self.close()
+
+
+def _among(ascending: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which of ``keys`` are in ``ascending``, bool [n]."""
+    if not len(ascending):
+        return np.zeros(len(keys), np.bool_)
+    return ascending[np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)] == keys
+
+
+@lru_cache(maxsize=2)
+def _background(process: int) -> ThreadPoolExecutor:
+    """The thread that waits for staged reads; a forked child makes its own."""
+    return ThreadPoolExecutor(1, thread_name_prefix="hpc_ctr-stage")
