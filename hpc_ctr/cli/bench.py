@@ -19,8 +19,45 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     two.add_argument("--ranks", type=int, default=2, help="rank count")
     two.add_argument("--models", nargs="+", default=["deepfm", "dlrm"], help="models for the pairwise data")
     two.set_defaults(run=run_synthetic)
-    for sub in (one, two):
+    three = _add_store(whats)
+    for sub in (one, two, three):
         sub.add_argument("--json", default="", metavar="FILE", help="write the results to FILE")
+
+
+def _add_store(whats: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    sub = whats.add_parser("store", help="rows/s of the cold store beside RocksDB, LMDB, memmap, h5py and the disk",
+                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    sub.add_argument("--rows", type=int, default=20_000_000, help="rows of the table, 192 bytes and a key each")
+    sub.add_argument("--batch", type=int, default=0,
+                     help="different keys of a get or put; 0: 100000, less for a small table")
+    sub.add_argument("--rounds", type=int, default=5, help="figures of each system and case, taken in turns")
+    sub.add_argument("--zipf", type=float, default=1.1, help="exponent of the keys' popularity in get_zipf")
+    sub.add_argument("--memory", default="512MiB", help="for rows in memory in get_zipf, for each system that keeps any")
+    sub.add_argument("--age", type=float, default=1.0, help="how many times the table is put before puts are measured")
+    sub.add_argument("--dir", default="runs/bench-store", help="folder for the stores, on the disk to measure")
+    sub.add_argument("--keep", action="store_true", help="leave the stores there")
+    sub.add_argument("--systems", nargs="+", metavar="NAME",
+                     default=["hpc_ctr", "rocksdb_best", "rocksdb_default", "lmdb", "memmap", "h5py", "device_limit"],
+                     help="what to measure")
+    sub.add_argument("--cases", nargs="+", metavar="NAME", default=["get_uniform", "get_zipf", "get_together", "put"],
+                     help="what to do with them")
+    sub.set_defaults(run=run_store)
+    return sub
+
+
+def run_store(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from hpc_ctr.bench.common import Results
+    from hpc_ctr.bench.store import StoreBench, bench_store
+    from hpc_ctr.units import parse_bytes
+
+    results = Results()
+    options = StoreBench(args.rows, args.batch, args.rounds, args.zipf, parse_bytes(args.memory, "--memory"), args.age,
+                         Path(args.dir), args.keep, args.systems, args.cases)
+    targets = bench_store(results, options)
+    code = _finish(results, args)
+    targets.print()
+    return code
 
 
 def run_movielens(args: argparse.Namespace) -> int:
