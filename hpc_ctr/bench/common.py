@@ -18,6 +18,7 @@ from hpc_ctr.report.run_folder import read_summary, write_json
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1",
                    "OMP_WAIT_POLICY": "passive"}
+_ERROR = "hpc-ctr: error: "
 
 
 class Results:
@@ -101,10 +102,16 @@ def versions() -> dict[str, str]:
 
 def train_on(ranks: int, job: Path, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run ``hpc-ctr train`` on so many ranks in a process of its own; returns its summary. Raises UsageError."""
-    command = [sys.executable, "-m", "hpc_ctr.cli.main", "train", str(job), "--run_dir", str(run_dir),
-               "--overwrite", "true"]
+    words = ["train", str(job), "--run_dir", str(run_dir), "--overwrite", "true"]
     for name, value in settings.items():
-        command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    run_ranks(ranks, "hpc_ctr.cli.main", words)
+    return read_summary(run_dir)
+
+
+def run_ranks(ranks: int, module: str, words: list[str]) -> None:
+    """Run a module of this package on so many ranks of this machine, and wait. Raises UsageError when it fails."""
+    command = [sys.executable, "-m", module, *words]
     if ranks > 1:
         mpirun = Path(sys.executable).with_name("mpirun")
         found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
@@ -113,5 +120,7 @@ def train_on(ranks: int, job: Path, run_dir: Path, settings: dict[str, Any]) -> 
         command = [found, "-n", str(ranks), *command]
     done = subprocess.run(command, env={**MPI_ENVIRONMENT, **os.environ}, capture_output=True, text=True)
     if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith(_ERROR)]  # mpirun adds a page of its own
+        if said:
+            raise UsageError(f"training failed ({' '.join(command)}): {said[0].removeprefix(_ERROR)}")
         raise UsageError(f"training failed ({' '.join(command)}): {done.stderr.strip()[-2000:]}")
-    return read_summary(run_dir)

@@ -13,12 +13,15 @@ import numpy as np
 from hpc_ctr.bench import page_cache
 from hpc_ctr.bench.common import Results, Targets
 from hpc_ctr.bench.device import no_direct_reads
-from hpc_ctr.bench.store_data import ROW_BYTES, Workload, right
+from hpc_ctr.bench.store_data import LAYOUT, ROW_BYTES, Workload, right
 from hpc_ctr.bench.store_files import H5py, Lmdb, Memmap
 from hpc_ctr.bench.store_own import DeviceLimit, HpcCtr
 from hpc_ctr.bench.store_rocksdb import RocksBest, RocksDefault
 from hpc_ctr.bench.system import System
+from hpc_ctr.cluster.disks import disk_of
 from hpc_ctr.errors import HpcCtrError, UsageError
+from hpc_ctr.storage.host_cache import FLOOR_ROWS
+from hpc_ctr.storage.tiered import budget_for
 from hpc_ctr.units import format_bytes
 
 KINDS: dict[str, type[System]] = {kind.name: kind for kind in (HpcCtr, RocksBest, RocksDefault, Lmdb, Memmap, H5py,
@@ -60,6 +63,9 @@ class StoreBench:
         if self.size < 1 or self.size * self.rounds > self.rows:
             raise UsageError(f"--batch: {self.rounds} rounds of {self.size} different keys need a table of "
                              f"{self.size * self.rounds} rows and --rows is {self.rows}")
+        if self.memory < (least := budget_for(LAYOUT, FLOOR_ROWS, self.rows)):
+            raise UsageError(f"--memory: {format_bytes(self.memory)} do not hold the index of {self.rows:,} rows; give "
+                             f"at least {format_bytes(least)}")
         if self.age < 0:
             raise UsageError(f"--age: must be at least 0, not {self.age}")
 
@@ -128,6 +134,8 @@ def check_space(folder: Path, rows: int, kinds: list[type[System]]) -> None:
 
 
 def _tell_page_cache(results: Results, systems: list[System]) -> None:
+    disk = disk_of(systems[0].folder)
+    results.machine["disk"] = f"{disk.filesystem}, {disk.device}"
     for system in systems:
         system.drop()
     share = page_cache.resident_share([path for system in systems for path in system.files()])

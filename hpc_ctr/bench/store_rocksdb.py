@@ -120,14 +120,10 @@ class RocksBest(RocksDefault):
         self._case = case
 
     def prepare(self, case: str) -> None:
-        from rocksdict import BottommostLevelCompaction, CompactOptions
-
         if (case == "get_zipf") != (self._case == "get_zipf"):
             self._open(case)
         if case != "put":
-            everything = CompactOptions()
-            everything.set_bottommost_level_compaction(BottommostLevelCompaction.force_optimized())
-            self.db.compact_range(None, None, everything)
+            self.db.compact_range(None, None)
             self.settle()
 
     def get(self, packed: list[bytes]) -> Any:
