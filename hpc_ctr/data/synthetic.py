@@ -194,6 +194,14 @@ def _scatter(ids: np.ndarray) -> np.ndarray:
     return (x ^ (x >> np.uint64(15))).astype(np.int64)
 
 
+def field_ids(options: SyntheticOptions, field: int, first: int = 0, step: int = 1) -> np.ndarray:
+    """Ids int64 [m] of a field as they stand in the files, most frequent first; of them every ``step``-th from
+    ``first`` on."""
+    size = options.ids // options.fields
+    begin = field * size + min(field, options.ids % options.fields)
+    return _scatter(begin + np.arange(first, size + (field < options.ids % options.fields), step))
+
+
 class BestScores:
     """What the true model scores on rows it made: a histogram of its logits, so that any number of rows fits."""
 
