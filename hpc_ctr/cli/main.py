@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from hpc_ctr import __version__
@@ -35,6 +36,8 @@ def parse_overrides(words: list[str]) -> dict[str, str]:
             if at == len(words) or (words[at].startswith("--") and len(words[at]) > 2):
                 raise UsageError(f"--{name}: a value is missing; write --{name} VALUE")
             value = words[at]
+        if not all(name.split(".")):
+            raise UsageError(f"--{name}: this is not the name of a setting; write --section.name VALUE")
         out[name] = value
         at += 1
     return out
@@ -48,6 +51,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(argv: list[str]) -> int:
+    try:
+        os.getcwd()  # libraries that are loaded later die of it, without a word that helps
+    except FileNotFoundError:
+        raise UsageError("the current folder is no longer there; change to one that is, and start again") from None
     args, rest = make_parser().parse_known_args(argv)
     args.overrides = parse_overrides(rest)
     if args.overrides and not getattr(args, "takes_overrides", False):

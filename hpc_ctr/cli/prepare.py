@@ -6,6 +6,9 @@ import sys
 import time
 from dataclasses import fields
 
+from hpc_ctr.comm.session import launched_rank
+from hpc_ctr.errors import EXIT_DONE
+
 EXAMPLES = """
 synthetic: hpc-ctr prepare synthetic --rows 2000000 --test-rows 200000 --model pairwise --out data/synthetic
            hpc-ctr train data/synthetic/job.yaml
@@ -44,6 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    if launched_rank() > 0:
+        return EXIT_DONE  # started under mpirun it is the work of one process: several would write into the same files
     return _synthetic(args) if args.what == "synthetic" else _movielens(args)
 
 

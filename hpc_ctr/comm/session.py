@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hpc_ctr.errors import EXIT_FAILED, HpcCtrError, UsageError
+from hpc_ctr.errors import EXIT_DONE, EXIT_FAILED, HpcCtrError, UsageError, one_sentence
+
+_PATIENCE = 10.0  # seconds in which the other ranks meet the same end, if they do
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def start() -> Session:
 
 def agree(comm: Any, error: BaseException | None) -> None:
     """Raise on every rank the error of the first rank that has one. Collective; does nothing when none has."""
-    mine = None if error is None else (type(error), str(error), isinstance(error, HpcCtrError))
+    told = None if error is None else one_sentence(error)
+    mine = None if error is None else (type(told or error), str(told or error), told is not None)
     first = next(((rank, e) for rank, e in enumerate(comm.allgather(mine)) if e is not None), None)
     if first is None:
         return
@@ -87,19 +90,21 @@ def together(comm: Any) -> Iterator[None]:
 def run_and_exit(main: Any, *args: Any) -> None:
     """Call ``main(*args) -> exit code`` and leave the process; no rank is left waiting for another.
 
-    An HpcCtrError that all ranks raise together is printed once. Any other exception prints its traceback with the
-    rank and aborts the MPI job, because the other ranks are or will be waiting in an exchange.
+    An HpcCtrError that all ranks raise together is printed once, and so is an error of the machine. Any other exception
+    prints its traceback with the rank and aborts the MPI job, because the other ranks are or will be waiting in an
+    exchange.
     """
     try:
         code = main(*args)
-    except HpcCtrError as error:
-        _leave_with(error)
     except KeyboardInterrupt:
         _abort("interrupted")
-    except SystemExit:
-        raise
-    except BaseException:
-        _abort(traceback.format_exc())
+    except SystemExit as left:
+        _leave_by_exit(left)
+    except BaseException as error:
+        told = one_sentence(error)
+        if told is None:
+            _abort(traceback.format_exc())
+        _leave_with(told)
     else:
         sys.stdout.flush()
         sys.exit(code)
@@ -113,19 +118,32 @@ def _world() -> Any:
 
 def _leave_with(error: HpcCtrError) -> None:
     world = _world()
-    rank = world.rank if world is not None else _launched_rank()
+    rank = world.rank if world is not None else launched_rank()
     if rank == 0:
         print(f"hpc-ctr: error: {error}", file=sys.stderr, flush=True)
+    elif world is None:
+        time.sleep(_PATIENCE)  # an error of all has ended the job by then; one of this rank alone is told by nobody else
+        print(f"hpc-ctr: error on rank {rank}: {error}", file=sys.stderr, flush=True)
     if world is not None and world.size > 1:
         # Every rank comes here for an error that all agreed on; one that came alone must still end the others.
-        if not _wait(world.Ibarrier(), seconds=10.0):
+        if not _wait(world.Ibarrier(), _PATIENCE):
             if rank != 0:
                 print(f"hpc-ctr: error on rank {rank}: {error}", file=sys.stderr, flush=True)
             world.Abort(error.exit_code)
     sys.exit(error.exit_code)
 
 
-def _launched_rank() -> int:
+def _leave_by_exit(left: SystemExit) -> None:
+    """sys.exit in a module of the user: on all ranks it ends them; on one alone it must end the others too."""
+    world = _world()
+    if world is not None and world.size > 1 and not _wait(world.Ibarrier(), _PATIENCE):
+        print(f"hpc-ctr: error: rank {world.rank} left the job with sys.exit({left.code!r}) while others go on, so it "
+              "ends here; raise an exception instead", file=sys.stderr, flush=True)
+        world.Abort(left.code if isinstance(left.code, int) and left.code != EXIT_DONE else EXIT_FAILED)
+    raise left
+
+
+def launched_rank() -> int:
     """This process's rank before MPI has started: a wrong command line is the same on all and is told once."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
