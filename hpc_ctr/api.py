@@ -248,8 +248,9 @@ class _Run:
 
     def _save(self, finished: bool) -> None:
         job, progress = self.job, self.progress
-        order = self.source.merge_positions(job.session.comm.allgather(self.feed.position))
-        manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, self.feed.epoch,
+        epoch, position = self.feed.cursor()
+        order = self.source.merge_positions(job.session.comm.allgather(position))
+        manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, epoch,
                             order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
                             finished, self.config.seed, self._bytes(), self._tiers())
         arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}

@@ -31,6 +31,18 @@ class Trace:
         """Count ``nbytes`` handed to a library's collective."""
         self.bytes[purpose]["payload"] += nbytes
 
+    def ahead(self) -> "Trace":
+        """A trace for what is done ahead of its time; ``take`` counts it when its time has come."""
+        return Trace(self.link_of)
+
+    def take(self, other: "Trace") -> None:
+        """Add what another trace counted."""
+        for purpose, links in other.bytes.items():
+            for link, count in links.items():
+                self.bytes[purpose][link] += count
+        for purpose, seconds in other.seconds.items():
+            self.seconds[purpose] += seconds
+
     @contextmanager
     def timed(self, purpose: str) -> Iterator[None]:
         """Add the block's wall time to ``purpose``."""

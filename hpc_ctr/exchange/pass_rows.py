@@ -58,9 +58,9 @@ class PassRows:
         self.owned: Owned | None = None
         self.ref: SharedRows | None = None
 
-    def pull(self, store: TieredStore, seed: int, device: torch.device) -> None:
-        """Bring the rows from their owners into this home's device table; owners create the rows that do not exist."""
-        world, table, home = self.replicas.world, self.table, self.home
+    def ask(self) -> None:
+        """Tell the owners which rows this home wants."""
+        world, home = self.replicas.world, self.home
         if self.replicas.several:
             counts = exchange_counts(world, home.owner_counts)
             asked = exchange_rows(world, home.keys, home.owner_counts, counts, self.trace, "pull")
@@ -70,6 +70,12 @@ class PassRows:
         else:  # one replica: every owner is the home of its own rows
             counts = home.owner_counts
             self.owned = Owned(home.keys, np.zeros(0, np.int64), counts, np.zeros(0, bool))
+
+    def pull(self, store: TieredStore, seed: int, device: torch.device) -> None:
+        """Bring the rows from their owners into this home's device table; owners create the rows that do not exist.
+        ``ask`` goes before."""
+        world, table, home = self.replicas.world, self.table, self.home
+        counts = self.owned.request_counts
         records, t = read_or_create(store, table, self.owned.keys, seed)
         shared_here = np.zeros(0, bool)
         if self.replicas.several:

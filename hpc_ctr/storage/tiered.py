@@ -267,6 +267,8 @@ class TieredStore:
         rows, up to ``limit`` of them, in the background, and keep those that are in the cache there. Changes no result;
         it holds until ``unstage`` or the next call."""
         self.unstage()
+        if not self.cold.rows:  # nothing to read, and nothing was ever evicted
+            return
         self._next_keys = np.sort(as_keys(keys))
         slots = self.cache.lookup(self._next_keys)
         self.cache.pin_slots(slots[slots >= 0])

@@ -21,11 +21,14 @@ from hpc_ctr.units import format_bytes
 class Pass:
     """This rank's share of a pass: a batch for each step (empty where the rank ran out of data).
 
-    samples: int64 [steps, N], how many samples every rank has in each step.
+    samples: int64 [steps, N], how many samples every rank has in each step. epoch: which it is of; position: the cursor
+    after its last batch.
     """
 
     batches: list[Batch]
     samples: np.ndarray
+    epoch: int
+    position: Any
 
     @property
     def steps(self) -> int:
@@ -36,8 +39,7 @@ class Pass:
 class Feed:
     """A rank's batches over all epochs, read ahead far enough to form the next pass.
 
-    What was read ahead but not trained on is not part of any checkpoint: ``position`` is the cursor after the last
-    batch handed out in a pass.
+    What was read ahead, or handed out, but not trained on is not part of any checkpoint: ``trained`` moves its cursor.
     """
 
     def __init__(self, source: Any, epochs: int, comm: Any, tables: list[Table], budget: PassBudget,
@@ -50,6 +52,7 @@ class Feed:
         self.epoch = epoch
         self._queue: deque[tuple[Batch, Any, int]] = deque()
         self._open(state)
+        self._done = (epoch, self._position)
 
     def next_pass(self, limit: int) -> Pass | None:
         """The next pass of at most ``limit`` steps, or None when all epochs are done. Collective.
@@ -88,7 +91,7 @@ class Feed:
         batches += [Batch.empty(self.source.num_dense)] * (steps - len(batches))
         samples = np.empty((self.comm.size, steps), np.int64)
         self.comm.Allgather(np.array([batch.size for batch in batches], np.int64), samples)
-        return Pass(batches, np.ascontiguousarray(samples.T))
+        return Pass(batches, np.ascontiguousarray(samples.T), self.epoch, self._position)
 
     def put_back(self, position: Any) -> None:
         """Undo the last ``take``; ``position`` is what it was before."""
@@ -100,6 +103,15 @@ class Feed:
     def position(self) -> Any:
         """Cursor after the last batch that was handed out."""
         return self._position
+
+    def trained(self, work: Pass) -> None:
+        """All steps of a pass were taken: a checkpoint goes on behind it."""
+        self._done = (work.epoch, work.position)
+
+    def cursor(self) -> tuple[int, Any]:
+        """Epoch and cursor after the last pass that was trained on; the number of epochs when all of them are."""
+        epoch, position = self._done
+        return (self.epochs if self.epoch == self.epochs else epoch), position
 
     def close(self) -> None:
         """End the reader thread."""

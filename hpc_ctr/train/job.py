@@ -21,7 +21,7 @@ from hpc_ctr.optim.build import make_dense_optimizer
 from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.tiered import TieredStore
-from hpc_ctr.train.plan import PassBudget, make_plan
+from hpc_ctr.train.plan import PASSES_IN_FLIGHT, PassBudget, make_plan
 
 
 class Job:
@@ -47,7 +47,7 @@ class Job:
         ranks_here = sum(host == session.hosts[session.rank] for host in session.hosts)
         self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here)
         self.replicas = make_replicas(session, config.rows.replica)
-        self.pass_budget = PassBudget(self.plan.passes, self.replicas.several)
+        self.pass_budget = PassBudget(self.plan.passes // PASSES_IN_FLIGHT, self.replicas.several)
         self.trace = Trace(link_classes(session.hosts, session.rank))
 
         torch.manual_seed(config.seed)  # the same dense parameters on every rank

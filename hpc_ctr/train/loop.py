@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpc_ctr.comm.session import together
+from hpc_ctr.comm.trace import Trace
 from hpc_ctr.embedding.working_set import make_working_set
 from hpc_ctr.errors import DataError
 from hpc_ctr.exchange.pass_rows import PassRows, announce
@@ -57,12 +58,12 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
     """
     k_rows = job.config.rows.k_rows
     with _flag_on_signal() as asked_to_stop:
-        while (limit := pass_limit(job, progress.step)) > 0:
+        following = plan_pass(job, feed, progress.step)
+        while following is not None:
             begin = time.perf_counter()
-            opened = open_pass(job, feed, limit)
-            if opened is None:
-                break
-            work, tables = opened
+            work, tables = open_pass(job, following)
+            # known a pass ahead: cold rows of the next one are read from disk while this one trains
+            following = plan_pass(job, feed, progress.step + work.steps)
             loss_sums = np.zeros(work.steps)
             started = time.perf_counter()
             for step in range(work.steps):
@@ -81,6 +82,7 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
             merge_rows(job, tables, progress)
             train_seconds = time.perf_counter() - started
             close_pass(job, tables)
+            feed.trained(work)
             progress.passes += 1
             report = _report(job, work, loss_sums, progress, begin, train_seconds, asked_to_stop())
             each_pass(report)
@@ -100,26 +102,49 @@ def pass_limit(job: Job, step: int) -> int:
     return min(limit, max_steps - step) if max_steps else limit
 
 
-def open_pass(job: Job, feed: Feed, limit: int) -> tuple[Pass, list[PassRows]] | None:
-    """Take the next batches, tell the homes what is needed, and bring the rows there. Collective."""
-    while True:
+@dataclass
+class Planned:
+    """A pass that is agreed on and not begun: its batches, who needs which rows, and what it took to tell the homes."""
+
+    work: Pass
+    tables: list[PassRows]
+    trace: Trace
+
+
+def plan_pass(job: Job, feed: Feed, step: int) -> Planned | None:
+    """Take the next batches, after global step ``step``, tell homes and owners what they need, and let the tiers get
+    ready for it; None when there are no more. Collective, and pure: nothing is counted or changed but the order of work.
+    """
+    limit = pass_limit(job, step)
+    while limit > 0:
         before = feed.position
         work = feed.next_pass(limit)
         if work is None:
-            return None
-        tables = []
+            break
+        tables, trace = [], job.trace.ahead()
         for table in job.tables:
             wanted = None
             with together(job.session.comm):
                 wanted = make_working_set(table, work.batches, job.replicas.homes_of, len(job.replicas.members))
-            tables.append(announce(table, wanted, job.replicas, job.trace))
+            tables.append(announce(table, wanted, job.replicas, trace))
         if _fits(job, work, tables):
-            break
+            for rows, store in zip(tables, job.stores):
+                rows.ask()
+                store.stage(rows.owned.keys, job.pass_budget.bytes // store.layout.stored_bytes)
+            return Planned(work, tables, trace)
         feed.put_back(before)  # the homes' shares are larger than this rank's own keys let expect
         limit = work.steps // 2
-    for rows, store in zip(tables, job.stores):
+    return None
+
+
+def open_pass(job: Job, planned: Planned) -> tuple[Pass, list[PassRows]]:
+    """Begin a pass: bring its rows to their homes. Collective."""
+    job.trace.take(planned.trace)
+    for rows, store in zip(planned.tables, job.stores):
+        rows.trace = job.trace
         rows.pull(store, job.config.seed, job.device)
-    return work, tables
+        store.unstage()
+    return planned.work, planned.tables
 
 
 def merge_rows(job: Job, tables: list[PassRows], progress: Progress) -> None:

@@ -13,6 +13,7 @@ from hpc_ctr.units import format_bytes, parse_bytes
 
 # Rows of a pass live outside the cache while it runs; the rest of the budget is for the tiers (docs/architecture.md).
 PASS_SHARE = 0.25
+PASSES_IN_FLIGHT = 2  # one trains, the next one's batches, lists and cold rows are there already
 AUTO_SHARE = 0.5
 
 
@@ -45,7 +46,8 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for people."""
         out = [f"host budget of a rank: {format_bytes(self.host_budget)} (storage.host_budget)",
-               f"  passes (device tables in host memory, position lists, batches): {format_bytes(self.passes)}"]
+               f"  passes, the one that trains and the next (device tables in host memory, position lists, batches, rows "
+               f"read ahead): {format_bytes(self.passes)}"]
         return out + [f"  tiers of table {name} (host cache and the cold store's index): {format_bytes(share)}"
                       for name, share in self.tiers.items()]
 
@@ -87,11 +89,11 @@ def plan_lines(config: Any, ranks_on_node: int) -> tuple[list[str], list[str]]:
                          wants_vectors(config.model.name))
     plan = make_plan(config.storage.host_budget, tables, ranks_on_node)
     lines = plan.lines()
-    budget = PassBudget(plan.passes, False)
+    budget = PassBudget(plan.passes // PASSES_IN_FLIGHT, False)
     for table in tables:
         row = table.floats * table.dtype.itemsize
         lines.append(f"  table {table.name}: {len(table.fields)} fields, dim {table.dim}, {table.optimizer}, "
-                     f"{row} bytes a record; a pass holds up to {plan.passes // budget.row_bytes(table):,} rows")
+                     f"{row} bytes a record; a pass holds up to {budget.bytes // budget.row_bytes(table):,} rows")
         lines.append(f"  disk: {format_bytes(1e6 * (row + 16))} a million rows of table {table.name} in the cold "
                      "store, twice that while segments are compacted, and once more for what checkpoints keep")
     available = memory().available
