@@ -163,14 +163,14 @@ def _report(results: Results, case: str, runs: dict[str, list[float]]) -> None:
         results.add(case, name, "rows/s", figures)
 
 
-def _timed_get(system: System, keys: np.ndarray) -> float:
+def _timed_get(system: System, keys: np.ndarray, version: int = -1) -> float:
     system.drop()
     packed = system.pack_get(keys)
     begin = time.perf_counter()
     result = system.get(packed)
     seconds = time.perf_counter() - begin
     words = system.words(result)
-    if words is not None and not right(words, keys):
+    if words is not None and not right(words, keys, version):
         raise HpcCtrError(f"{system.name} gave back other rows than were asked for: its figures mean nothing; "
                           "check the disk and its version")
     return len(keys) / seconds
@@ -197,6 +197,7 @@ def _get_zipf(results: Results, options: StoreBench, systems: list[System], work
 def _get_together(results: Results, options: StoreBench, systems: list[System], work: Workload) -> None:
     groups = work.uniform("together", 0, options.rounds).reshape(options.rounds, -1)
     for system in systems:
+        system.prepare("put")
         if not system.in_place:  # others have their rows where they always are
             for keys in groups:
                 system.put(system.pack_put(keys, work.records(keys, 1)))
@@ -204,7 +205,8 @@ def _get_together(results: Results, options: StoreBench, systems: list[System], 
         system.prepare("get_together")
         _timed_get(system, work.uniform("warm", 1)[:1000])
     order = np.random.default_rng(work.seed).permutation(options.rounds)
-    runs = _alternate(systems, options.rounds, lambda system, i: _timed_get(system, groups[order[i]]))
+    runs = _alternate(systems, options.rounds,
+                      lambda system, i: _timed_get(system, groups[order[i]], -1 if system.in_place else 1))
     _report(results, "get_together", runs)
 
 

@@ -55,7 +55,10 @@ class HpcCtr(System):
 
     def close(self) -> None:
         if hasattr(self, "store"):
+            if isinstance(self.store, TieredStore):
+                self.store.flush()  # what was put since it was opened is in its cache alone
             self.store.close()
+            del self.store
 
 
 class DeviceLimit(System):
