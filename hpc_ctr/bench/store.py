@@ -87,6 +87,8 @@ def bench_store(results: Results, options: StoreBench) -> Targets:
         if DeviceLimit in kinds and (problem := no_direct_reads(folder)):
             print(f"device_limit is left out: {problem}")
             kinds.remove(DeviceLimit)
+            if not kinds:
+                raise UsageError(problem)
         work = Workload(options.rows, options.size, options.zipf)
         for kind in kinds:
             begin = time.perf_counter()
@@ -261,13 +263,10 @@ def targets(results: Results) -> Targets:
     for case in ("get_uniform", "get_zipf"):
         for factor, peer in ((1.2, "rocksdb_best"), (5.0, "rocksdb_default"), (1.0, "device_limit")):
             out.ratio(results, case, "hpc_ctr", peer, factor)
+    own = results.median("put", "hpc_ctr")
     puts = [results.median("put", name) for name in ("rocksdb_best", "rocksdb_default")]
-    if fast := [median for median in puts if median is not None]:
-        out.value("put: hpc_ctr / the faster RocksDB", _over(results.median("put", "hpc_ctr"), max(fast)), 3.0)
+    fast = max((median for median in puts if median is not None), default=None)
+    out.value("put: hpc_ctr / the faster RocksDB", own / fast if own is not None and fast else None, 3.0)
     out.ratio(results, "get_together", "hpc_ctr", "rocksdb_best", 20.0)
     out.value("write amplification of hpc_ctr", results.median("write_amplification", "hpc_ctr"), 2.5, most=True)
     return out
-
-
-def _over(a: float | None, b: float) -> float | None:
-    return None if a is None else a / b

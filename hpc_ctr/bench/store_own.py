@@ -65,7 +65,7 @@ class DeviceLimit(System):
     """The disk: a row costs one 4 KiB read at a random place, 32 under way at once; a put is one write in order."""
 
     name = "device_limit"
-    disk_row = LAYOUT.stored_bytes * 2
+    disk_row = int(1.1 * LAYOUT.stored_bytes)
     in_place = True
 
     def load(self) -> None:
