@@ -177,6 +177,7 @@ def test_right_rows_are_told_from_wrong_ones():
     rows = work.records(keys, 7)
     assert rows.shape == (50, WORDS) and (rows[:, 2] == 7).all() and ROW_BYTES == 200
     assert right(rows[::-1], keys)
+    assert right(rows, keys, 7) and not right(rows, keys, 8)
     assert not right(rows[:-1], keys)
     rows[3, 0] ^= 1
     assert not right(rows, keys)
@@ -193,7 +194,7 @@ def test_a_put_is_what_the_next_get_gives(name, tmp_path):
         keys = work.uniform("put", 0)
         system.put(system.pack_put(keys, work.records(keys, 9)))
         system.settle()
-        for case in ("get_uniform", "get_zipf", "get_together"):
+        for case in ("get_uniform", "get_zipf", "get_together", "get_zipf", "put", "get_uniform"):
             system.prepare(case)
             system.drop()
             words = system.words(system.get(system.pack_get(work.keys[:2000])))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc_ctr.bench import page_cache
 from hpc_ctr.bench.common import Results
 from hpc_ctr.errors import UsageError
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
@@ -39,7 +40,7 @@ def opening(results: Results, folder: str, segments: int, rows: int, runs: int) 
                 for system, action in (("hpc_ctr", lambda: _open(scratch, options)), ("read_only", lambda: _read(files)),
                                        ("verify", lambda: _verify(scratch))):
                     if not cached:
-                        _drop_cache(files)
+                        page_cache.drop(files)
                     begin = time.perf_counter()
                     action()
                     taken.setdefault((case, system), []).append(time.perf_counter() - begin)
@@ -80,9 +81,3 @@ def _read_file(path: str) -> None:
     with Path(path).open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
-
-
-def _drop_cache(files: list[str]) -> None:
-    for path in files:
-        with Path(path).open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

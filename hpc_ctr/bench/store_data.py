@@ -67,7 +67,8 @@ class Workload:
         return np.random.default_rng([self.seed, zlib.crc32(purpose.encode()), number])
 
 
-def right(words: np.ndarray, keys: np.ndarray) -> bool:
-    """Whether ``words`` uint32 [n, 48] are the rows of exactly these keys, in any order."""
+def right(words: np.ndarray, keys: np.ndarray, version: int = -1) -> bool:
+    """Whether ``words`` uint32 [n, 48] are the rows of exactly these keys, in any order; of one version if given."""
     found = np.ascontiguousarray(words[:, :2]).view(np.uint64).reshape(-1)
-    return len(found) == len(keys) and bool((np.sort(found) == np.sort(keys)).all())
+    return len(found) == len(keys) and bool((np.sort(found) == np.sort(keys)).all()) \
+        and (version < 0 or bool((words[:, 2] == version).all()))

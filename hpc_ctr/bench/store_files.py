@@ -56,12 +56,12 @@ class Lmdb(_InPlace):
 
     name = "lmdb"
     module = "lmdb"
-    disk_row = 2 * 240
+    disk_row = 280
 
     def _open_files(self) -> None:
         import lmdb
 
-        size = self.work.rows * self.disk_row + (256 << 20)
+        size = 2 * self.work.rows * self.disk_row + (256 << 20)  # of the map; the file grows as it must
         self._env = lmdb.open(str(self.folder / "db"), map_size=size, readahead=False)
 
     def _close_files(self) -> None:

@@ -55,14 +55,17 @@ class HpcCtr(System):
 
     def close(self) -> None:
         if hasattr(self, "store"):
+            if isinstance(self.store, TieredStore):
+                self.store.flush()  # what was put since it was opened is in its cache alone
             self.store.close()
+            del self.store
 
 
 class DeviceLimit(System):
     """The disk: a row costs one 4 KiB read at a random place, 32 under way at once; a put is one write in order."""
 
     name = "device_limit"
-    disk_row = LAYOUT.stored_bytes * 2
+    disk_row = int(1.1 * LAYOUT.stored_bytes)
     in_place = True
 
     def load(self) -> None:

@@ -21,6 +21,7 @@ from hpc_ctr.units import format_bytes
 
 CASES = {"zipf13": 1.3, "zipf11": 1.1}
 _SPARE = 1 << 30
+_STEPS = 200  # of the check on one rank, at most
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def _tell_memory(targets: Targets, case: str, runs: list[Run]) -> None:
 def _one_rank(targets: Targets, options: TiersBench, folder: Path) -> None:
     """The loss series of a tenth of the keys and samples on one rank, in memory and not."""
     keys = max(options.keys // 10, min(options.keys, 100_000))
-    data = make_data(folder / "one_rank", keys, max(1, options.samples // 10), CASES["zipf11"])
-    one, other = (train(data, folder, budget, 1, options.batch, 0.0)
+    batch = max(1, options.batch // 10)
+    data = make_data(folder / "one_rank", keys, min(max(1, options.samples // 10), _STEPS * batch), CASES["zipf11"])
+    one, other = (train(data, folder, budget, 1, batch, 0.0)
                   for budget in (memory_budget(keys, 1), tenth_budget(keys, 1)))
     print(f"one rank, {keys:,} rows: {len(one.losses)} steps, {other.miss:.1%} of the rows from disk")
     targets.value("equal loss series on one rank, 1 = bit for bit", float(one.losses == other.losses), 1)

@@ -4,9 +4,10 @@
 for the report (JSON, by rank 0).
 """
 
+import gc
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,9 @@ def main(argv: list[str]) -> int:
     names = [field.name for field in source.fields]
     passes: list[dict[str, Any]] = []
     losses: list[np.ndarray] = []
-    with Job(config, session, source.num_dense, names, default_store_dir(config) / f"rank-{session.rank:04d}") as job:
-        with source.stream(None) as stream:  # reader and model are there, rows are not yet
-            next(stream, None)
-            before = _memory("VmRSS")
+    store_dir = default_store_dir(config) / f"rank-{session.rank:04d}"
+    before = memory_without_rows(config, session, source, names, store_dir)
+    with Job(config, session, source.num_dense, names, store_dir) as job:
         job.open_stores()
         rows = 0
         with together(comm):
@@ -72,6 +72,23 @@ def main(argv: list[str]) -> int:
         series = np.concatenate(losses) if losses else np.zeros(0)
         write_json(out, {"passes": passes, "memory": memory, "losses": [float(loss).hex() for loss in series]})
     return 0
+
+
+def memory_without_rows(config: Any, session: Any, source: Any, names: list[str], store_dir: Path) -> int:
+    """Bytes of this process when it has trained two steps and its tables are gone: libraries with their buffers,
+    compiled kernels, reader. Collective."""
+    short = replace(config, train=replace(config.train, max_steps=2))
+    with Job(short, session, source.num_dense, names, store_dir) as job:
+        job.open_stores()
+        feed = Feed(source, 1, session.comm, job.tables, job.pass_budget)
+        try:
+            run(job, feed, Progress(), lambda report: None)
+        finally:
+            feed.close()
+        job.drop_stores()
+    del job, feed
+    gc.collect()
+    return _memory("VmRSS")
 
 
 def fill(job: Job, options: SyntheticOptions, names: list[str]) -> int:
