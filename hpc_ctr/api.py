@@ -258,10 +258,10 @@ class _Run:
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
                    "seconds": np.array(self.seconds), "merges": np.array(job.optimizer.merges)}
         stores = {table.name: store for table, store in zip(job.tables, job.stores)}
-        folder = checkpoint_save.save(self.root, job.session.comm, manifest, arrays, stores,
-                                      self.config.checkpoint.keep)
+        saved = checkpoint_save.save(self.root, job.session.comm, manifest, arrays, stores, self.config.checkpoint.keep)
         if self.log:
-            self.log.write("checkpoint", progress.step, path=str(folder), finished=finished)
+            self.log.write("checkpoint", progress.step, path=str(saved.folder), finished=finished, bytes=saved.bytes,
+                           new_bytes=saved.new_bytes, new_segments=saved.new_segments)
 
     def _load(self, folder: Path, manifest: Manifest) -> tuple[int, Any]:
         arrays = _restore(self.job, folder, manifest, resume_training=True, progress=self.line.opening)

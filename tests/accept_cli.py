@@ -186,10 +186,9 @@ def complete_checkpoints(run_dir: Path) -> set[Path]:
 
 
 def run_and_kill(job: Path, run_dir: Path, scratch: Path, *args, ranks: int = 2, victim: int = 1,
-                 limit: float = 120) -> Killed:
-    """Start the job under mpirun and SIGKILL one rank once a new checkpoint is complete and three steps
-    more are
-    logged; wait for the job's end.
+                 limit: float = 120, more: int = 3) -> Killed:
+    """Start the job under mpirun and SIGKILL one rank once a new checkpoint is complete and ``more`` steps are
+    logged after it; wait for the job's end.
 
     Fails when the job ends before that, or is still there ``limit`` seconds after its start or a minute
     after the
@@ -215,7 +214,7 @@ def run_and_kill(job: Path, run_dir: Path, scratch: Path, *args, ranks: int = 2,
             if complete_checkpoints(run_dir) - before:
                 step = max(losses_by_step(run_dir), default=0)
                 seen_at = step if seen_at is None else seen_at
-                if step >= seen_at + 3:
+                if step >= seen_at + more:
                     break
             time.sleep(0.02)
         os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)

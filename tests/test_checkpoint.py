@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -130,8 +131,15 @@ def carried_over(source: Path, target: Path, tree: dict, comm, scratch: Path) ->
     return auc, wrong
 
 
-@pytest.mark.parallel(3)
-def test_rows_and_auc_survive_1_2_3_1_ranks(tmp_path_factory):
+def rest(comm) -> None:
+    """A barrier at which ranks sleep: those that wait for others must not take their CPUs."""
+    arrived = comm.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.02)
+
+
+@pytest.mark.parallel(4)
+def test_rows_and_auc_survive_1_2_3_4_1_ranks(tmp_path_factory):
     """The rows of the checkpoint are the same bits on every rank count, and so are the predictions."""
     world = MPI.COMM_WORLD
     shared = Path(world.bcast(str(tmp_path_factory.mktemp("chain"))))
@@ -139,19 +147,19 @@ def test_rows_and_auc_survive_1_2_3_1_ranks(tmp_path_factory):
     if world.rank == 0:
         write_criteo(clicks, 4000, 300, seed=4)
         api.train(config.from_dict(job_of(shared, clicks)), session=alone())
-    world.Barrier()
+    rest(world)
     tree = job_of(shared, clicks)
     source = step_folder(shared / "run", 3 * PASS)
     first = stored_rows(source)
     aucs, problems = [], []
-    for turn, ranks in enumerate((1, 2, 3, 1)):
+    for turn, ranks in enumerate((1, 2, 3, 4, 1)):
         part = world.Split(world.rank < ranks, world.rank)
         target = shared / f"turn{turn}"
         if world.rank < ranks:
             auc, wrong = carried_over(source, target, tree, part, shared / f"store{turn}")
             aucs.append(auc)
             problems += [wrong] * bool(wrong)
-        world.Barrier()
+        rest(world)
         part.Free()
         source = state.folder_of(target, 3 * PASS)
         if stored_rows(source) != first:
@@ -160,7 +168,7 @@ def test_rows_and_auc_survive_1_2_3_1_ranks(tmp_path_factory):
     if world.rank == 0:
         problems = [line for _, lines in everyone for line in lines]
         found = [auc for each, _ in everyone for auc in each]
-        if len(found) != 7 or max(found) - min(found) > 1e-9 or not 0.5 < found[0] < 1:
+        if len(found) != 11 or max(found) - min(found) > 1e-9 or not 0.5 < found[0] < 1:
             problems.append(f"AUC {found}")
         if sum(map(len, first.values())) < 1000 or set(first) != {"default", "tail"}:
             problems.append("too few rows to tell anything")
@@ -344,27 +352,13 @@ def in_pool(root: Path) -> set[str]:
     return {path.name for path in (root / "pool").iterdir()}
 
 
-def test_old_checkpoints_and_their_segments_are_collected(clicks, tmp_path):
-    built = config.from_dict(job_of(tmp_path, clicks, checkpoint={"keep": 2}))
+def test_old_checkpoints_are_collected(clicks, tmp_path):
+    """Of four checkpoints two stay, and of the pool what they name (test_checkpoint_pool.py has more of that)."""
     root = tmp_path / "run" / "checkpoints"
-    seen = set()
-
-    class Watched(api.ProgressLine):
-        """Looks at the pool after every pass."""
-
-        def end_of_pass(self, *args):
-            seen.update(in_pool(root) if root.exists() else ())
-            super().end_of_pass(*args)
-
-    original, api.ProgressLine = api.ProgressLine, Watched
-    try:
-        api.train(built, session=alone())
-    finally:
-        api.ProgressLine = original
-    assert [folder.name for folder in state.complete(root)] == ["step-000000015", "step-000000020"]
+    assert api.train(config.from_dict(job_of(tmp_path, clicks, checkpoint={"keep": 2})), session=alone()) == 0
     assert {path.name for path in root.iterdir()} == {"pool", "step-000000015", "step-000000020"}
+    assert [folder.name for folder in state.complete(root)] == ["step-000000015", "step-000000020"]
     assert in_pool(root) == named_segments(root)
-    assert seen - in_pool(root) or len(seen) == len(in_pool(root))
 
 
 def save_nothing(root: Path, step: int, keep: int = 2) -> Path:
@@ -372,7 +366,7 @@ def save_nothing(root: Path, step: int, keep: int = 2) -> Path:
     entries = {f.name: 0 for f in fields(state.Manifest) if f.name != "format"}
     empty = {"tables": [], "order": {}, "segments": {}, "bytes": {}, "tiers": {}}
     manifest = state.Manifest(**entries | empty | {"step": step, "ranks": 1})
-    return save(root, MPI.COMM_SELF, manifest, {"dense.x": np.ones(3)}, {}, keep)
+    return save(root, MPI.COMM_SELF, manifest, {"dense.x": np.ones(3)}, {}, keep).folder
 
 
 def test_what_a_crash_left_is_removed_and_segments_in_use_stay(tmp_path):

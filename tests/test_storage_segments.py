@@ -2,6 +2,9 @@
 
 import errno
 import os
+import re
+import shutil
+import subprocess
 
 import h5py
 import numpy as np
@@ -108,6 +111,28 @@ def test_plain_h5py_reads_what_was_put(tmp_path, layout):
     assert words.tobytes() == rows.tobytes(), "the rows lie as they are at the dataset's offset"
     for row, check in zip(words[::20], rows["check"][::20], strict=True):
         assert plain_row_check(row.tolist()) == check
+
+
+@pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump is not installed")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_h5dump_reads_what_was_put(tmp_path, dtype):
+    """The HDF5 library's own tool, which knows nothing of Python, prints the same attributes and rows."""
+    layout = RecordLayout(2, 3, dtype)
+    keys, _, t = some_rows(4, 50, layout)
+    records = np.random.default_rng(4).normal(size=(len(keys), layout.floats)).astype(dtype)
+    with ColdStore(str(tmp_path), layout, "users") as store:
+        store.put(keys, records, t)
+        path = store.segments()[0].path
+    command = ["h5dump", "-y", "-w", "0", "-m", "%.17g", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    described, _, rows = text.partition('DATASET "rows"')
+    found = re.findall(r'ATTRIBUTE "(\w+)" .*?DATA \{\s*"?([^"\n]*)"?\n', described, re.DOTALL)
+    assert dict(found) == {"format": "hpc_ctr segment", "version": "1", "table": "users", "rows": str(len(keys)),
+                           "width": "2", "state": "3", "dtype": layout.dtype.name}
+    numbers = re.findall(r"-?[\d.]+(?:e[-+]?\d+)?", rows[rows.index("DATA {"):])
+    assert len(numbers) == len(keys) * (3 + layout.floats)
+    got = {int(row[0]): (np.array(row[3:], dtype).tobytes(), int(row[2])) for row in zip(*[iter(numbers)] * 8)}
+    assert got == as_dict(keys, records, t)
 
 
 def test_rows_begin_at_a_page(tmp_path):

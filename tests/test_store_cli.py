@@ -256,6 +256,31 @@ def test_inspect_of_a_segment(local, capsys, tmp_path):
         _run(["store", "inspect", str(tmp_path / "notes.h5")])
 
 
+def test_a_store_with_a_lifecycle(tmp_path, capsys):
+    """Its columns and deletions are shown; it is verified and compacted like any other."""
+    layout = RecordLayout(4, 0, lifecycle=True)
+    directory = str(tmp_path / "users")
+    with ColdStore(directory, layout, "users") as store:
+        keys, rows = np.arange(200, dtype=np.uint64), layout.empty(200)
+        rows[:] = 7
+        store.put(keys, rows, np.ones(200, np.uint32))
+        store.delete(keys[:50])
+    one = json.loads(said(capsys, "inspect", directory, "--json")[1])["stores"][0]
+    assert (one["rows"], one["live"], one["deletions"], one["columns"]) == (250, 150, 50, ["show", "click", "last"])
+    assert [segment["deletions"] for segment in one["segments"]] == [False, True]
+    text = said(capsys, "inspect", directory)[1]
+    assert "further columns: show, click, last; 50 deletions" in text and "150 live rows of 250" in text
+    assert said(capsys, "verify", directory)[0] == 0
+    assert said(capsys, "compact", directory)[0] == 0
+    with ColdStore(directory, layout, "users") as store:
+        got = np.concatenate([keys for keys, _, _ in store.iterate()])
+        assert store.rows == 150 and np.array_equal(np.sort(got), keys[50:])
+        assert all(s.live == s.rows for s in store.segments())
+    damage_row(min(Path(directory).glob("*.h5")), 9)
+    code, told = said(capsys, "verify", directory)
+    assert code == 1 and "row 9 is damaged" in told
+
+
 def test_inspect_into_a_pipe_that_closes_early(local):
     reader, writer = os.pipe()
     os.close(reader)

@@ -6,6 +6,7 @@
         rank-0000.npz ...         a rank's dense x, m, v, t, v-hat, generator, statistics (arrays only, no pickles)
         checkpoint.json           counters, cursor, and which segments hold the rows of which rank and table
         DONE                      written last; a folder without it is no checkpoint
+      step-000001000.old/         while a step is saved again: the former one, which counts until the new one is done
 """
 
 import json
@@ -21,6 +22,8 @@ import yaml
 from hpc_ctr.errors import StorageError, UsageError
 
 FORMAT = 1
+DONE = "DONE"
+FORMER = ".old"
 
 
 @dataclass
@@ -56,7 +59,8 @@ def complete(root: Path) -> list[Path]:
     """Folders of the complete checkpoints below ``root``, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(p for p in root.iterdir() if re.fullmatch(r"step-\d{9}", p.name) and (p / "DONE").is_file())
+    names = {p.name for p in root.iterdir() if re.fullmatch(r"step-\d{9}(\.old)?", p.name) and (p / DONE).is_file()}
+    return sorted(root / name for name in names if name.removesuffix(FORMER) not in names - {name})
 
 
 def find(where: str | Path) -> Path:
@@ -73,7 +77,7 @@ def find(where: str | Path) -> Path:
 def find_all(where: str | Path) -> list[Path]:
     """All complete checkpoints that ``where`` names, in the same way, oldest first; they are of one root."""
     where = Path(where)
-    if (where / "DONE").is_file() and (where / "checkpoint.json").is_file():
+    if (where / DONE).is_file() and (where / "checkpoint.json").is_file():
         return [where]
     for root in (*_checkpoint_dir(where), where / "checkpoints", where):
         if found := complete(root):

@@ -154,10 +154,10 @@ def _store_lines(told: dict[str, Any]) -> list[str]:
              f"{_count(len(told['segments']), 'segment')}, {format_bytes(told['disk_bytes'])} on disk, index at most "
              f"{format_bytes(told['index_bytes'])} in memory"]
     if told["columns"]:
-        lines.append(f"  further columns: {', '.join(told['columns'])}")
+        lines.append(f"  further columns: {', '.join(told['columns'])}; {_count(told['deletions'], 'deletion')}")
     for segment in told["segments"]:
         lines.append(f"  {segment['file']}  {segment['rows']:>12} rows  {segment['live']:>12} live  "
-                     f"{segment['bytes']:>14} bytes")
+                     f"{segment['bytes']:>14} bytes{'  deletions' if segment['deletions'] else ''}")
     return lines
 
 

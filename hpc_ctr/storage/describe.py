@@ -30,25 +30,32 @@ def _is_manifest(path: str, names: list[str]) -> bool:
 
 def layout_of(state: manifest.Manifest) -> RecordLayout:
     """The layout of a store's rows."""
-    return RecordLayout(state.width, state.state, np.dtype(state.dtype))
+    return RecordLayout(state.width, state.state, np.dtype(state.dtype), state.lifecycle)
 
 
 def describe_store(directory: str) -> dict[str, Any]:
     """The committed state of a store. Raises StorageError when its manifest or a file it names cannot be read.
 
-    Keys: directory, table, width, state, dtype, row_bytes, rows, live, stale_share, disk_bytes, index_bytes (at most,
-    when the store is open), columns (fields and datasets of the segments beyond those that every table has), segments:
-    a list of file, rows, live, bytes.
+    Keys: directory, table, width, state, dtype, row_bytes, rows, live, deletions (keys that are noted as deleted),
+    stale_share, disk_bytes, index_bytes (at most, when the store is open), columns (fields and datasets of the segments
+    beyond those that every table has), segments: a list of file, rows, live, bytes, deletions (whether its rows are
+    deletions).
     """
     state = manifest.load(directory)
     layout = layout_of(state)
-    segments = [{"file": entry.file, "rows": entry.rows, "live": entry.live,
-                 "bytes": fs.size(os.path.join(directory, entry.file))} for entry in state.segments]
+    segments, columns = [], []
+    for entry in state.segments:
+        path = os.path.join(directory, entry.file)
+        segments.append({"file": entry.file, "rows": entry.rows, "live": entry.live, "bytes": fs.size(path),
+                         "deletions": False})
+        if state.lifecycle or len(segments) == 1:
+            attributes, columns = _header(path)
+            segments[-1]["deletions"] = bool(attributes.get("deletions", 0))
     rows, live, nbytes = (sum(segment[name] for segment in segments) for name in ("rows", "live", "bytes"))
-    columns = _columns(os.path.join(directory, state.segments[0].file)) if segments else []
+    deletions = sum(segment["live"] for segment in segments if segment["deletions"])
     return {"directory": directory, "table": state.table, "width": state.width, "state": state.state,
-            "dtype": state.dtype, "row_bytes": layout.stored_bytes, "rows": rows, "live": live,
-            "stale_share": 1 - live / rows if rows else 0.0, "disk_bytes": nbytes,
+            "dtype": state.dtype, "row_bytes": layout.stored_bytes, "rows": rows, "live": live - deletions,
+            "deletions": deletions, "stale_share": 1 - live / rows if rows else 0.0, "disk_bytes": nbytes,
             "index_bytes": cold_index.bytes_for(live), "columns": columns, "segments": segments}
 
 
@@ -70,11 +77,12 @@ def describe_segment(path: str, rows: int) -> dict[str, Any]:
             "first_rows": [{name: _plain(row[name]) for name in row.dtype.names} for row in first]}
 
 
-def _columns(path: str) -> list[str]:
+def _header(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Attributes of a segment, and its further columns."""
     try:
         with h5py.File(path, "r", locking=False) as file:
-            fields = file["rows"].dtype.names
-            return [name for name in (*fields, *file) if name not in _OF_EVERY_ROW and name != "rows"]
+            names = [name for name in (*file["rows"].dtype.names, *file) if name not in _OF_EVERY_ROW and name != "rows"]
+            return dict(file.attrs), names
     except Exception as error:
         raise StorageError(f"{path} is damaged or no segment ({error}): hpc-ctr store verify says more") from error
 

@@ -1,8 +1,19 @@
 """The only file operations of the stores.
 
 Everything a store writes, renames, links, removes or reads goes through the functions of this module, so that
-a test can fail, stop or record any of them: ``probe``, when set, is called with (operation, path) before each
-one. Errors of the system become StorageError: one sentence with the path and what to do.
+a test can fail, stop or record any of them. ``probe``, when set, is called with (operation, path) before each
+one. ``recorder``, when set, is called with (operation, path, detail) after each one that changes what is on the
+disk or makes it durable; from these calls alone the files can be made again:
+
+    create               a new file, or an old one emptied
+    write                detail: (offset, bytes)
+    resize               detail: length
+    sync, sync directory
+    rename, link         path: the new name; detail: the old one
+    remove               a file
+    make directory, remove directory
+
+Errors of the system become StorageError: one sentence with the path and what to do.
 """
 
 import contextlib
@@ -12,6 +23,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import h5py
 import numpy as np
@@ -23,6 +35,7 @@ from hpc_ctr.kernels.memory import pointer
 TEMPORARY = ".tmp"
 DIRECT_BYTES = 4096  # reads around the page cache begin and end at multiples of this, in the file and in memory
 probe: Callable[[str, str], None] | None = None
+recorder: Callable[[str, str, Any], None] | None = None
 
 _COPY_BYTES = 8 << 20
 _END_OF_FILE = -1
@@ -57,13 +70,26 @@ def _operation(name: str, path: str) -> Iterator[None]:
         raise storage_error(error, name, path) from error
 
 
+def _record(operation: str, path: str, detail: Any = None) -> None:
+    if recorder is not None:
+        recorder(operation, path, detail)
+
+
 def make_directory(path: str) -> None:
     """Create a directory and its parents, durably; it may exist."""
+    parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
+        # who made it may have been killed before its name was on the disk; a parent that only others may read
+        # is left to them
+        with contextlib.suppress(StorageError):
+            sync_directory(parent)
         return
-    with _operation("create", path):
-        os.makedirs(path, exist_ok=True)
-    sync_directory(os.path.dirname(os.path.abspath(path)))
+    if not os.path.isdir(parent):
+        make_directory(parent)
+    with _operation("create", path), contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+        _record("make directory", path)
+    sync_directory(parent)
 
 
 def list_directory(path: str) -> list[str]:
@@ -86,28 +112,34 @@ def exists(path: str) -> bool:
 def create(path: str) -> int:
     """Open a new, empty file for writing; a leftover of that name is overwritten. Returns the descriptor."""
     with _operation("create", path):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    _record("create", path)
+    return descriptor
 
 
 def write(descriptor: int, path: str, data, offset: int) -> None:
     """Write all of ``data`` at a byte offset."""
     with _operation("write", path):
-        view = memoryview(data).cast("B")
+        view, place = memoryview(data).cast("B"), offset
         while len(view):
-            done = os.pwrite(descriptor, view, offset)
-            view, offset = view[done:], offset + done
+            done = os.pwrite(descriptor, view, place)
+            view, place = view[done:], place + done
+    if recorder is not None:
+        _record("write", path, (offset, bytes(data)))
 
 
 def truncate(descriptor: int, path: str, length: int) -> None:
     """Set a file's length."""
     with _operation("resize", path):
         os.ftruncate(descriptor, length)
+    _record("resize", path, length)
 
 
 def sync(descriptor: int, path: str) -> None:
     """Wait until a file's contents are on the disk."""
     with _operation("sync", path):
         os.fsync(descriptor)
+    _record("sync", path)
 
 
 def sync_directory(path: str) -> None:
@@ -118,18 +150,36 @@ def sync_directory(path: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    _record("sync directory", path)
 
 
 def rename(source: str, target: str) -> None:
     """Rename within a file system, replacing ``target`` in one step."""
     with _operation("rename", target):
         os.replace(source, target)
+    _record("rename", target, source)
 
 
 def remove(path: str) -> None:
     """Remove a file; it may be gone already."""
     with _operation("remove", path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+        _record("remove", path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory with all that is in it; it may be gone already."""
+    if not os.path.isdir(path):
+        return
+    for name in list_directory(path):
+        inner = os.path.join(path, name)
+        if os.path.isdir(inner) and not os.path.islink(inner):
+            remove_tree(inner)
+        else:
+            remove(inner)
+    with _operation("remove", path):
+        os.rmdir(path)
+    _record("remove directory", path)
 
 
 def remove_quietly(path: str) -> None:
@@ -149,8 +199,10 @@ def link_or_copy(source: str, target: str) -> bool:
                 os.link(source, target)
             except FileExistsError:
                 os.unlink(target)
+                _record("remove", target)
                 os.link(source, target)
-            return True
+        _record("link", target, source)
+        return True
     except StorageError as error:
         cause = error.__cause__
         if getattr(cause, "errno", None) not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
@@ -196,6 +248,13 @@ def read_file(path: str) -> bytes:
     """All bytes of a file."""
     with _operation("read", path), open(path, "rb") as file:
         return file.read()
+
+
+def open_hdf5(path: str) -> h5py.File:
+    """An HDF5 file, to read its description with h5py, whose errors are left to the caller."""
+    with _operation("open", path):
+        pass
+    return h5py.File(path, "r", locking=False)
 
 
 def open_read(path: str) -> int:
