@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpc_ctr.comm.session import together
-from hpc_ctr.embedding.working_set import make_working_set
+from hpc_ctr.embedding.working_set import collect_keys, count_shows, place_keys
 from hpc_ctr.errors import DataError
 from hpc_ctr.exchange.pass_rows import PassRows, announce
 from hpc_ctr.metrics.binary import BinaryStats
@@ -37,7 +37,8 @@ class Progress:
 class PassReport:
     """What a pass did, over all ranks, in the hands of every rank.
 
-    loss_sums float64 [steps] and samples int64 [steps]: per step, over the samples of all ranks.
+    loss_sums float64 [steps] and samples int64 [steps]: per step, over the samples of all ranks. period: what the
+    lifecycle decided, on this rank, where a period ended with the pass.
     """
 
     first_step: int
@@ -46,6 +47,7 @@ class PassReport:
     seconds: float
     train_seconds: float
     interrupted: bool
+    period: dict[str, dict[str, int]] | None = None  # by table, of this rank: see end_period
 
 
 def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassReport], None],
@@ -57,9 +59,9 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
     """
     k_rows = job.config.rows.k_rows
     with _flag_on_signal() as asked_to_stop:
-        while (limit := pass_limit(job, progress.step)) > 0:
+        while (limit := pass_limit(job, progress)) > 0:
             begin = time.perf_counter()
-            opened = open_pass(job, feed, limit)
+            opened = open_pass(job, feed, limit, progress.samples)
             if opened is None:
                 break
             work, tables = opened
@@ -82,7 +84,9 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
             train_seconds = time.perf_counter() - started
             close_pass(job, tables)
             progress.passes += 1
+            samples_before = progress.samples
             report = _report(job, work, loss_sums, progress, begin, train_seconds, asked_to_stop())
+            report.period = end_period(job, samples_before, progress.samples)
             each_pass(report)
             if report.interrupted:
                 return False
@@ -90,29 +94,33 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
     return True
 
 
-def pass_limit(job: Job, step: int) -> int:
-    """Steps that the next pass may have: with several replicas it ends where rows merge anyway."""
-    limit = job.config.train.batches_per_pass
+def pass_limit(job: Job, progress: Progress) -> int:
+    """Steps that the next pass may have: it ends where a period of the lifecycle ends, and with several replicas where
+    rows merge anyway."""
+    step, limit = progress.step, job.config.train.batches_per_pass
+    k_rows = job.config.rows.k_rows
     if job.replicas.several:
-        k_rows = job.config.rows.k_rows
         limit = max(k_rows, limit // k_rows * k_rows) - step % k_rows
+    if every := job.config.lifecycle.every:
+        # no batch is larger than batch_size, so a pass never goes on after the step with which a period ends
+        largest = job.config.data.batch_size * job.session.size
+        until = -(-(every - progress.samples % every) // largest)
+        if job.replicas.several:
+            until += -(step + until) % k_rows
+        limit = min(limit, until)
     max_steps = job.config.train.max_steps
     return min(limit, max_steps - step) if max_steps else limit
 
 
-def open_pass(job: Job, feed: Feed, limit: int) -> tuple[Pass, list[PassRows]] | None:
-    """Take the next batches, tell the homes what is needed, and bring the rows there. Collective."""
+def open_pass(job: Job, feed: Feed, limit: int, samples: int) -> tuple[Pass, list[PassRows]] | None:
+    """Take the next batches, tell the homes what is needed, and bring the rows there; ``samples`` were trained before.
+    Collective."""
     while True:
         before = feed.position
         work = feed.next_pass(limit)
         if work is None:
             return None
-        tables = []
-        for table in job.tables:
-            wanted = None
-            with together(job.session.comm):
-                wanted = make_working_set(table, work.batches, job.replicas.homes_of, len(job.replicas.members))
-            tables.append(announce(table, wanted, job.replicas, job.trace))
+        tables = [_announce(job, number, work, samples) for number in range(len(job.tables))]
         if _fits(job, work, tables):
             break
         feed.put_back(before)  # the homes' shares are larger than this rank's own keys let expect
@@ -120,6 +128,37 @@ def open_pass(job: Job, feed: Feed, limit: int) -> tuple[Pass, list[PassRows]] |
     for rows, store in zip(tables, job.stores):
         rows.pull(store, job.config.seed, job.device)
     return work, tables
+
+
+def _announce(job: Job, number: int, work: Pass, samples: int) -> PassRows:
+    """Announce what this rank needs of table ``number`` in a pass; keys that have to wait for a row of their own need
+    their field's default row. Collective."""
+    comm, table, lifecycle = job.session.comm, job.tables[number], job.lifecycles[number]
+    keys = shows = seen = wanted = None
+    with together(comm):
+        keys = collect_keys(table, work.batches)
+        if lifecycle:
+            shows = count_shows(keys, work.batches)
+    if lifecycle:
+        keys, seen = lifecycle.meet(comm, job.stores[number], keys, shows, samples, job.trace)
+    with together(comm):
+        wanted = place_keys(keys, job.replicas.homes_of, len(job.replicas.members))
+    rows = announce(table, wanted, job.replicas, job.trace)
+    rows.lifecycle, rows.seen = lifecycle, seen
+    return rows
+
+
+def end_period(job: Job, before: int, after: int) -> dict[str, dict[str, int]] | None:
+    """Let the lifecycle decide, where a period ended between the sample counts ``before`` and ``after``; returns this
+    rank's counts by table then, else None. Collective."""
+    every = job.config.lifecycle.every
+    if not every or before // every == after // every:
+        return None
+    facts = {}
+    with together(job.session.comm):
+        for table, lifecycle, store in zip(job.tables, job.lifecycles, job.stores):
+            facts[table.name] = lifecycle.end_period(store, before // every * every, after // every * every)
+    return facts
 
 
 def merge_rows(job: Job, tables: list[PassRows], progress: Progress) -> None:
