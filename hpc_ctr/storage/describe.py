@@ -8,7 +8,6 @@ import numpy as np
 
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import cold_index, fs, manifest, recovery
-from hpc_ctr.storage.record import RecordLayout
 
 _OF_EVERY_ROW = {"key", "check", "t", "x", "state"}
 
@@ -28,11 +27,6 @@ def _is_manifest(path: str, names: list[str]) -> bool:
     return recovery.LOCK in names or b"hpc_ctr store" in fs.read_file(path)
 
 
-def layout_of(state: manifest.Manifest) -> RecordLayout:
-    """The layout of a store's rows."""
-    return RecordLayout(state.width, state.state, np.dtype(state.dtype))
-
-
 def describe_store(directory: str) -> dict[str, Any]:
     """The committed state of a store. Raises StorageError when its manifest or a file it names cannot be read.
 
@@ -41,7 +35,7 @@ def describe_store(directory: str) -> dict[str, Any]:
     a list of file, rows, live, bytes.
     """
     state = manifest.load(directory)
-    layout = layout_of(state)
+    layout = state.layout
     segments = [{"file": entry.file, "rows": entry.rows, "live": entry.live,
                  "bytes": fs.size(os.path.join(directory, entry.file))} for entry in state.segments]
     rows, live, nbytes = (sum(segment[name] for segment in segments) for name in ("rows", "live", "bytes"))
