@@ -24,6 +24,7 @@ from hpc_ctr.data.source import open_source
 from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, UsageError
 from hpc_ctr.metrics.binary import BinaryStats
 from hpc_ctr.report.run_folder import MetricsLog, create, write_summary
+from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.train.evaluate import evaluate as evaluate_job
 from hpc_ctr.train.evaluate import merged
 from hpc_ctr.train.feed import Feed
@@ -93,25 +94,33 @@ def train_batches(config: dict[str, Any], batches: list[Batch], num_dense: int, 
     """
     built = job_file.from_dict({**config, "data": {"files": ["in-memory"]}})
     session = mpi.start() if comm is None else mpi.Session(comm, comm.rank, comm.size)
+    if built.lifecycle.every:  # passes must not go beyond the end of a period
+        built.data.batch_size = max(session.comm.allgather(max([1, *(batch.size for batch in batches)])))
     source = BatchList(batches, num_dense, fields)
     result = TrainResult()
     with tempfile.TemporaryDirectory(prefix="hpc_ctr-") as scratch:
         with Job(built, session, num_dense, [f.name for f in fields], Path(scratch)) as job:
             job.open_stores()
             feed = Feed(source, 1, session.comm, job.tables, job.pass_budget)
-            run(job, feed, Progress(), lambda report: result.pass_ends.append(report.first_step + len(report.samples)),
-                lambda step, loss: result.losses.append(loss))
+
+            def each_pass(report: PassReport) -> None:
+                result.pass_ends.append(report.first_step + len(report.samples))
+                result.periods += [report.period] if report.period is not None else []
+
+            run(job, feed, Progress(), each_pass, lambda step, loss: result.losses.append(loss))
             result.dense = job.optimizer.worker_state()
             result.merges = job.optimizer.merges
             result.bytes = job.bytes_so_far()
             result.tiers = job.tier_counters()
             result.tables = [list(store.iterate(4096)) for store in job.stores]
+            result.layouts = [store.layout for store in job.stores]
     return result
 
 
 class TrainResult:
     """What ``train_batches`` leaves on this rank: losses (one a step, NaN without samples), dense (worker_state),
-    pass_ends (global steps), merges, bytes, tiers, tables (rows that this rank owns, by table)."""
+    pass_ends (global steps), periods (what the lifecycle decided at the end of each), merges, bytes, tiers, tables (rows
+    that this rank owns, by table) and their layouts."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -121,13 +130,21 @@ class TrainResult:
         self.bytes: dict[str, dict[str, int]] = {}
         self.tiers: dict[str, int] = {}
         self.tables: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+        self.layouts: list[RecordLayout] = []
+        self.periods: list[dict[str, dict[str, int]]] = []
 
     def rows(self, table: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """keys uint64 [n], records [n, floats], t uint32 [n] of the rows of a table that this rank owns."""
         parts = self.tables[table]
         if not parts:
             return np.zeros(0, np.uint64), np.zeros((0, 0)), np.zeros(0, np.uint32)
-        return tuple(np.concatenate(column) for column in zip(*parts))
+        keys, rows, t = (np.concatenate(column) for column in zip(*parts))
+        return keys, self.layouts[table].records(rows), t
+
+    def life(self, table: int = 0) -> np.ndarray:
+        """The lifecycle LIFE [n] of the same rows, of a table that has one."""
+        layout = self.layouts[table]
+        return layout.life(np.concatenate([rows for _, rows, _ in self.tables[table]] or [layout.empty(0)]))
 
 
 class _Run:
@@ -206,6 +223,8 @@ class _Run:
             self.log.write("pass", progress.step, loss=loss, auc=stats.auc(), logloss=stats.logloss(),
                            calibration=stats.calibration(), samples=samples, seconds=report.seconds,
                            train_seconds=report.train_seconds, tiers=counters, steps=len(report.samples))
+        if report.period is not None:
+            self._log_period(report.period)
         self.line.end_of_pass(progress.step, samples / report.seconds, loss, stats.auc(), hits, merge_share)
         every = self.config.eval.every_passes
         if self.test is not None and every and progress.passes % every == 0:
@@ -230,6 +249,14 @@ class _Run:
             self._window[1] += int(samples)
             if (report.first_step + i + 1) % every == 0:
                 self._flush_window(report.first_step + i + 1)
+
+    def _log_period(self, mine: dict[str, dict[str, int]]) -> None:
+        """One line of metrics.jsonl for every period of the lifecycle. Collective."""
+        parts = self.job.session.comm.allgather(mine)
+        tables = {name: _sum_dicts([part[name] for part in parts]) for name in mine}
+        if self.log:
+            every = self.config.lifecycle.every
+            self.log.write("lifecycle", self.progress.step, samples=self.progress.samples // every * every, tables=tables)
 
     def _flush_window(self, step: int | None = None) -> None:
         loss_sum, samples, _ = self._window
@@ -257,6 +284,8 @@ class _Run:
         arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
                    "seconds": np.array(self.seconds), "merges": np.array(job.optimizer.merges)}
+        for table, life in zip(job.tables, job.lifecycles):
+            arrays |= {f"lifecycle.{table.name}.{name}": value for name, value in (life.state() if life else {}).items()}
         stores = {table.name: store for table, store in zip(job.tables, job.stores)}
         saved = checkpoint_save.save(self.root, job.session.comm, manifest, arrays, stores, self.config.checkpoint.keep)
         if self.log:
@@ -347,6 +376,10 @@ def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool,
             set_rng_state(arrays["rng"])
         if resume_training and "merges" in arrays:
             job.optimizer.merges = int(arrays["merges"])
+        if resume_training:
+            for table, life in zip(job.tables, job.lifecycles):
+                if life:
+                    life.load(checkpoint_load.strip(arrays, f"lifecycle.{table.name}."))
     job.open_stores(segments, progress)
     return arrays
 

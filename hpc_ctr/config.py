@@ -12,10 +12,11 @@ from typing import Any
 import yaml
 
 from hpc_ctr.data.options import DataOptions
-from hpc_ctr.embedding.table import EmbeddingOptions
+from hpc_ctr.embedding.table import EmbeddingOptions, tables_lifecycle
 from hpc_ctr.errors import UsageError
 from hpc_ctr.exchange.replicas import RowsOptions
 from hpc_ctr.optim.options import DenseOptions, MergeOptions
+from hpc_ctr.storage.lifecycle import LifecycleOptions
 from hpc_ctr.storage.tiered import StorageOptions
 from hpc_ctr.train.options import CheckpointOptions, EvalOptions, ModelOptions, TrainOptions
 
@@ -37,6 +38,7 @@ class Config:
     merge: MergeOptions = field(default_factory=MergeOptions)
     rows: RowsOptions = field(default_factory=RowsOptions)
     storage: StorageOptions = field(default_factory=StorageOptions)
+    lifecycle: LifecycleOptions = field(default_factory=LifecycleOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -108,10 +110,11 @@ def check(config: Config) -> None:
     _one_of("dtype", config.dtype, ("float32", "float64"))
     _one_of("precision", config.precision, ("float32", "bfloat16"))
     config.data.validate()
-    for name in ("model", "embedding", "dense", "merge", "rows", "storage", "train", "eval", "checkpoint"):
+    for name in ("model", "embedding", "dense", "merge", "rows", "storage", "lifecycle", "train", "eval", "checkpoint"):
         section = getattr(config, name)
         if hasattr(section, "check"):
             section.check()
+    tables_lifecycle(config.embedding, config.lifecycle)
     if config.precision == "bfloat16" and config.dtype == "float64":
         raise UsageError("precision: bfloat16 autocast needs dtype float32")
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as functional
+from oracle_lifecycle import Lifecycle
 from oracle_rows import Options, Owners, Replica, RowDict, Rows, merge_rows
 
 from hpc_ctr.data.batch import Batch
@@ -175,7 +176,7 @@ def predict_and_differentiate(worker: Worker, batch: Batch, rows: Rows, opt: Opt
 
 def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[], torch.nn.Module],
              options: Options, keys_init: Callable[[np.ndarray], np.ndarray],
-             pass_ends: Sequence[int] | None = None) -> Result:
+             pass_ends: Sequence[int] | None = None, lifecycle: Lifecycle | None = None) -> Result:
     """Train N simulated workers.
 
     batches: ``batches[step][rank]``; a size-0 batch, None or a missing tail entry is a rank without data
@@ -185,6 +186,7 @@ def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[]
         [B, F] or None) -> logits [B]``.
     keys_init: uint64 [n] -> [n, width], first value of rows that did not exist.
     pass_ends: ascending global step counts at which passes end; the last step is added when it is missing.
+    lifecycle: which keys get rows, and when rows go; left out, every key has a row for ever.
     """
     opt = options
     torch.set_num_threads(1)
@@ -199,7 +201,10 @@ def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[]
     result = Result(np.full((steps, opt.workers), np.nan), [], [], None, [], 0, 0, ends)
 
     start = 0
+    batches = list(batches)
     for end in ends:
+        if lifecycle is not None:
+            batches[start:end] = lifecycle.open_pass(batches[start:end], owners.rows)
         replicas = [Replica(ranks, _keys_of(batches[start:end], ranks), owners) for ranks in groups]
         shared = _shared_keys([replica.rows.keys for replica in replicas])
         ref, last_merge = owners.read(shared), start
@@ -214,6 +219,8 @@ def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[]
                 last_merge = step
         for replica in replicas:                            # shared rows are equal on all holders by now
             owners.write(replica.rows)
+        if lifecycle is not None:
+            lifecycle.close_pass(owners.rows)
         result.rows.append(dict(owners.rows))
         start = end
     result.dense = [{"x": w.x.copy(), "m": w.m.copy(), "v": w.v.copy(), "t": w.t} for w in workers]

@@ -91,7 +91,8 @@ def keys_init(dtype: str, width: int, dim: int):
     return lambda keys: init_rows(keys, SEED, width, dim, INIT_SCALE, dtype)
 
 
-def reference(s: Setting, per_step, pass_ends, build=None, dim: int = DIM, first_order: bool | None = None):
+def reference(s: Setting, per_step, pass_ends, build=None, dim: int = DIM, first_order: bool | None = None,
+              lifecycle=None):
     """The same run in the oracle; ``build`` and ``first_order`` are those of the setting's model when left
     out.
     """
@@ -104,7 +105,7 @@ def reference(s: Setting, per_step, pass_ends, build=None, dim: int = DIM, first
         dense_betas=s.betas, dense_eps=s.dense_eps, k=s.k, mode=s.mode, guard=s.guard,
         bias_correction=s.bias_correction)
     build = build or (lambda: cls(plain_spec(NUM_DENSE, len(FIELDS), dim, s.dtype)))
-    return oracle.simulate(per_step, build, opt, keys_init(s.dtype, opt.width, dim), pass_ends)
+    return oracle.simulate(per_step, build, opt, keys_init(s.dtype, opt.width, dim), pass_ends, lifecycle)
 
 
 def gathered(result, comm):

@@ -11,6 +11,7 @@ import pytest
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
+from hpc_ctr.storage.describe import describe_store
 from hpc_ctr.storage.record import LATER, LIFE, RecordLayout
 from hpc_ctr.storage.segment import live_rows
 from hpc_ctr.storage.tiered import TieredStore, budget_for
@@ -177,6 +178,9 @@ def test_segments_hold_the_lifecycle_in_columns_that_h5py_reads(tmp_path):
         assert (file["rows"]["x"][:, 1] == keys + 1 + 3 / 16).all()
     with h5py.File(paths[1]) as file:
         assert int(file.attrs["deletions"]) == 1 and file["rows"]["key"].tolist() == [0, 1, 2, 3, 4]
+    told = describe_store(str(tmp_path))
+    assert told["columns"] == ["show", "click", "last"] and told["row_bytes"] == LAYOUT.stored_bytes == 80
+    assert manifest.load(str(tmp_path)).layout == LAYOUT
 
 
 def test_without_a_lifecycle_files_are_of_version_1(tmp_path):

@@ -14,9 +14,9 @@ from hpc_ctr.optim.flat import combine_worker_states
 def check_tables(manifest: Manifest, tables: list[Table]) -> None:
     """Raises UsageError when the job's tables are not those of the checkpoint."""
     for have, want in zip(manifest.tables, [describe(t) for t in tables]):
-        for name, value in want.items():
-            if have.get(name) != value:
-                raise UsageError(f"embedding: table {want['name']!r} has {name} {value!r} in the job but "
+        for name in want | have:
+            if have.get(name) != want.get(name):
+                raise UsageError(f"embedding: table {want['name']!r} has {name} {want.get(name)!r} in the job but "
                                  f"{have.get(name)!r} in the checkpoint; use the job file that wrote it")
     if len(manifest.tables) != len(tables):
         raise UsageError(f"embedding.tables: the job has {len(tables)} tables, the checkpoint {len(manifest.tables)}")
@@ -24,8 +24,9 @@ def check_tables(manifest: Manifest, tables: list[Table]) -> None:
 
 def describe(table: Table) -> dict[str, Any]:
     """What of a table must be the same for its rows to be read again."""
-    return {"name": table.name, "fields": list(table.fields), "dim": table.dim, "first_order": table.first_order,
-            "dtype": table.dtype.name, "optimizer": table.optimizer}
+    out = {"name": table.name, "fields": list(table.fields), "dim": table.dim, "first_order": table.first_order,
+           "dtype": table.dtype.name, "optimizer": table.optimizer}
+    return out | ({"lifecycle": True} if table.lifecycle else {})
 
 
 def segment_files(root: Path, manifest: Manifest) -> list[list[list[str]]]:
@@ -41,7 +42,7 @@ def segment_files(root: Path, manifest: Manifest) -> list[list[list[str]]]:
 def worker_arrays(folder: Path, manifest: Manifest, rank: int, size: int) -> dict[str, np.ndarray]:
     """This rank's arrays; on another rank count the dense state is combined from all (see combine_worker_states).
 
-    Statistics of all old ranks are added up on rank 0; the generator starts anew.
+    Statistics of all old ranks are added up on rank 0; show counters come for all shards; the generator starts anew.
     """
     if size == manifest.ranks:
         return read_arrays(folder, rank)
@@ -51,6 +52,12 @@ def worker_arrays(folder: Path, manifest: Manifest, rank: int, size: int) -> dic
     out.update({name: value for name, value in all_arrays[0].items() if name.startswith("buffer.")})
     stats = [arrays["stats"] for arrays in all_arrays]
     out["stats"] = np.sum(stats, axis=0) if rank == 0 else np.zeros_like(stats[0])
+    for name in (name for name in all_arrays[0] if name.startswith("lifecycle.")):
+        parts = [arrays[name] for arrays in all_arrays]
+        if name.endswith(".filter"):
+            out[name] = np.concatenate(parts)  # ranks own ascending ranges of shards
+        else:
+            out[name] = np.sum(parts, axis=0) if rank == 0 else np.zeros_like(parts[0])
     return out
 
 

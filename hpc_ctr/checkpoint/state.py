@@ -3,7 +3,7 @@
     checkpoints/
       pool/<digest>.h5            segments of cold rows, by content: shared by all checkpoints
       step-000001000/
-        rank-0000.npz ...         a rank's dense x, m, v, t, v-hat, generator, statistics (arrays only, no pickles)
+        rank-0000.npz ...         a rank's dense x, m, v, t, v-hat, generator, statistics, show counters (arrays alone)
         checkpoint.json           counters, cursor, and which segments hold the rows of which rank and table
         DONE                      written last; a folder without it is no checkpoint
       step-000001000.old/         while a step is saved again: the former one, which counts until the new one is done

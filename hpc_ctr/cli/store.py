@@ -62,7 +62,6 @@ def compact(args: argparse.Namespace) -> int:
     """Run ``store compact``; returns the exit code."""
     from hpc_ctr.storage import manifest
     from hpc_ctr.storage.cold import ColdStore
-    from hpc_ctr.storage.describe import layout_of
 
     stores, _ = _targets(args.where)
     if not stores:
@@ -72,7 +71,7 @@ def compact(args: argparse.Namespace) -> int:
         state = manifest.load(directory)
 
         def work(tell: Callable[[int, int], None], at: str = directory, state: Any = state) -> tuple[int, int, int]:
-            with ColdStore(at, layout_of(state), state.table, progress=tell) as store:
+            with ColdStore(at, state.layout, state.table, progress=tell) as store:
                 before = store.disk_bytes
                 store.compact()
                 return before, store.disk_bytes, store.counters.rows_compacted

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from hpc_ctr.errors import UsageError
+from hpc_ctr.storage.lifecycle import LifecycleOptions
+from hpc_ctr.storage.record import RecordLayout
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 NUMBERS = ("lr", "eps", "init_scale", "beta1", "beta2")
@@ -17,8 +19,8 @@ NUMBERS = ("lr", "eps", "init_scale", "beta1", "beta2")
 class EmbeddingOptions:
     """Settings of all tables, and of single ones where ``tables`` names them.
 
-    tables: list of mappings with ``name`` and ``fields`` and any of the other settings here; fields that no entry
-    names form the table "default".
+    tables: list of mappings with ``name`` and ``fields`` and any of the other settings here, and ``lifecycle`` with
+    settings of that section; fields that no entry names form the table "default".
     """
 
     dim: int = 16  # floats of a row's vector
@@ -47,7 +49,7 @@ class EmbeddingOptions:
             if entry["name"] in names or entry["name"] == "default":
                 raise UsageError(f"{where}.name: {entry['name']!r} is taken; every table needs a name of its own")
             names.add(entry["name"])
-            known = set(self.__dataclass_fields__) - {"tables"}
+            known = set(self.__dataclass_fields__) - {"tables"} | {"lifecycle"}
             for key in entry.keys() - {"name", "fields"} - known:
                 near = difflib.get_close_matches(key, known, 1, 0.5)
                 raise UsageError(f"{where}.{key}: unknown setting; "
@@ -74,6 +76,12 @@ class Table:
     beta2: float
     eps: float
     init_scale: float
+    lifecycle: LifecycleOptions | None = None  # None: every key has a row for ever
+
+    @property
+    def layout(self) -> RecordLayout:
+        """How the stores keep its rows."""
+        return RecordLayout(self.width, self.state_width, self.dtype, self.lifecycle is not None)
 
     @property
     def width(self) -> int:
@@ -92,11 +100,11 @@ class Table:
 
 
 def make_tables(options: EmbeddingOptions, field_names: list[str], first_order: bool,
-                vectors: bool = True) -> list[Table]:
+                vectors: bool = True, lifecycle: LifecycleOptions | None = None) -> list[Table]:
     """The tables of a job, "default" first where it has fields.
 
     Fields keep the schema's order inside a table. A model without vectors (``vectors`` False) gets dim 0.
-    Raises UsageError for a field that does not exist or stands in two tables.
+    Raises UsageError for a field that does not exist or stands in two tables, and for a table's lifecycle.
     """
     number = {name: i for i, name in enumerate(field_names)}
     taken: dict[str, str] = {}
@@ -114,17 +122,25 @@ def make_tables(options: EmbeddingOptions, field_names: list[str], first_order: 
     rest = [i for name, i in number.items() if name not in taken]
     if rest:
         entries.insert(0, ("default", rest, {}))
-    return [_table(name, fields, _specialised(options, entry), first_order, vectors)
+    life = tables_lifecycle(options, lifecycle or LifecycleOptions())
+    return [_table(name, fields, _specialised(options, entry), first_order, vectors, life.get(name, lifecycle))
             for name, fields, entry in entries]
 
 
-def _table(name: str, fields: list[int], o: EmbeddingOptions, first_order: bool, vectors: bool) -> Table:
+def tables_lifecycle(options: EmbeddingOptions, general: LifecycleOptions) -> dict[str, LifecycleOptions]:
+    """The lifecycle of every table that is named. Raises UsageError naming the setting."""
+    return {entry["name"]: general.for_table(entry.get("lifecycle"), f"embedding.tables[{at}].lifecycle.")
+            for at, entry in enumerate(options.tables)}
+
+
+def _table(name: str, fields: list[int], o: EmbeddingOptions, first_order: bool, vectors: bool,
+           lifecycle: LifecycleOptions | None) -> Table:
     return Table(name, tuple(fields), o.dim if vectors else 0, first_order, np.dtype(o.dtype), o.optimizer, o.lr,
-                 o.beta1, o.beta2, o.eps, o.init_scale)
+                 o.beta1, o.beta2, o.eps, o.init_scale, lifecycle if lifecycle and lifecycle.every else None)
 
 
 def _specialised(options: EmbeddingOptions, entry: dict) -> EmbeddingOptions:
-    own = {k: _as_number(v) if k in NUMBERS else v for k, v in entry.items() if k not in ("name", "fields")}
+    own = {k: _as_number(v) if k in NUMBERS else v for k, v in entry.items() if k not in ("name", "fields", "lifecycle")}
     return replace(options, **own, tables=[])
 
 

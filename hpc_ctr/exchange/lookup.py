@@ -26,9 +26,10 @@ def read_values(comm: Any, table: Table, store: TieredStore, keys: np.ndarray, d
     counts_in = exchange_counts(comm, counts)
     asked = exchange_rows(comm, wanted[order], counts, counts_in, trace, "lookup")
     distinct, inverse = np.unique(asked, return_inverse=True)
-    records = np.zeros((len(distinct), table.floats), table.dtype)
-    found = store.get(distinct, records, np.zeros(len(distinct), np.uint32))
-    answers = (np.ascontiguousarray(records[inverse, :table.width]), found[inverse].astype(np.uint8))
+    rows = store.layout.empty(len(distinct))
+    rows[:] = 0  # what is not found travels as well
+    found = store.get(distinct, rows, np.zeros(len(distinct), np.uint32))
+    answers = (np.ascontiguousarray(store.layout.records(rows)[inverse, :table.width]), found[inverse].astype(np.uint8))
     x_back, found_back = (exchange_rows(comm, a, counts_in, counts, trace, "lookup") for a in answers)
     x = np.empty((len(wanted), table.width), table.dtype)
     known = np.empty(len(wanted), bool)

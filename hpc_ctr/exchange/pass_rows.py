@@ -11,6 +11,7 @@ from hpc_ctr.embedding.device_table import DeviceTable
 from hpc_ctr.embedding.init import init_rows
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.embedding.working_set import WorkingSet
+from hpc_ctr.exchange.lifecycle import Seen, TableLifecycle
 from hpc_ctr.exchange.replicas import Replicas, owners_of
 from hpc_ctr.exchange.shared_rows import SharedRows
 from hpc_ctr.kernels.dedup import dedup
@@ -50,6 +51,9 @@ class PassRows:
 
     def __init__(self, table: Table, working_set: WorkingSet, home: Home, replicas: Replicas, trace: Trace):
         self.table = table
+        self.lifecycle: TableLifecycle | None = None  # with ``seen``, what it met, of tables that have one
+        self.seen: Seen | None = None
+        self.life: np.ndarray | None = None  # of the rows that this rank owns
         self.working_set = working_set
         self.home = home
         self.replicas = replicas
@@ -76,7 +80,11 @@ class PassRows:
         ``ask`` goes before."""
         world, table, home = self.replicas.world, self.table, self.home
         counts = self.owned.request_counts
-        records, t = read_or_create(store, table, self.owned.keys, seed)
+        rows, t, missing = read_or_create(store, table, self.owned.keys, seed)
+        records = np.ascontiguousarray(store.layout.records(rows))
+        if self.lifecycle:
+            self.life = store.layout.life(rows).copy()
+            self.lifecycle.begin(self.owned.keys, missing)
         shared_here = np.zeros(0, bool)
         if self.replicas.several:
             request = self.owned.request
@@ -107,7 +115,7 @@ class PassRows:
         """Send the rows back to their owners, which keep them. Shared rows must have been merged."""
         owned, home = self.owned, self.home
         if not self.replicas.several:
-            store.put(owned.keys, *self.rows.read(slice(None)))
+            self._put(store, *self.rows.read(slice(None)))
         else:
             records = np.empty((len(owned.keys), self.table.floats), self.table.dtype)
             t = np.empty(len(owned.keys), np.uint32)
@@ -119,8 +127,17 @@ class PassRows:
             at = owned.request[~owned.shared[owned.request]]
             records[at], t[at] = sent
             records[owned.shared], t[owned.shared] = self.ref.records, self.ref.t
-            store.put(owned.keys, records, t)
-        self.rows = self.owned = self.ref = None
+            self._put(store, records, t)
+        self.rows = self.owned = self.ref = self.life = None
+
+    def _put(self, store: TieredStore, records: np.ndarray, t: np.ndarray) -> None:
+        """Give the rows that this rank owns back to its store."""
+        rows = records
+        if self.lifecycle:
+            self.lifecycle.finish(self.seen, self.owned.keys, self.life)
+            rows = store.layout.empty(len(records))
+            store.layout.records(rows)[:], store.layout.life(rows)[:] = records, self.life
+        store.put(self.owned.keys, rows, t)
 
     def _move(self, rows: torch.Tensor, send: np.ndarray, receive: np.ndarray, purpose: str) -> torch.Tensor:
         if len(self.replicas.members) == 1:
@@ -181,14 +198,19 @@ def _by_step(slots: list[np.ndarray], counts: np.ndarray, steps: int) -> list[np
             for step in range(steps)]
 
 
-def read_or_create(store: TieredStore, table: Table, keys: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Records [n, floats] and t uint32 [n] of ``keys`` from the owner's tiers; rows that are not there start anew."""
-    records = np.empty((len(keys), table.floats), table.dtype)
+def read_or_create(store: TieredStore, table: Table, keys: np.ndarray, seed: int
+                   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows (as the store's layout says) and t uint32 [n] of ``keys`` from the owner's tiers; rows that are not there
+    start anew: their places, int64 [m], come third."""
+    rows = store.layout.empty(len(keys))
     t = np.zeros(len(keys), np.uint32)
-    missing = np.flatnonzero(~store.get(keys, records, t))
+    missing = np.flatnonzero(~store.get(keys, rows, t))
     if len(missing):
+        records = store.layout.records(rows)
+        if store.layout.lifecycle:
+            store.layout.life(rows)[missing] = (0, 0, 0)
         records[missing, :table.width] = init_rows(keys[missing], seed, table.width, table.dim, table.init_scale,
                                                    table.dtype)
         records[missing, table.width:] = 0
         t[missing] = 0
-    return records, t
+    return rows, t, missing

@@ -32,7 +32,7 @@ def create(path: Path, config: dict[str, Any], overwrite: bool, resuming: bool) 
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a line; ``kind`` is train, pass, eval or checkpoint."""
+    """metrics.jsonl: one JSON object a line; ``kind`` is train, pass, eval, lifecycle or checkpoint."""
 
     def __init__(self, path: Path, keep_to_step: int | None = None):
         """Open for appending. With ``keep_to_step`` (a resumed run) lines after that step are dropped first."""

@@ -8,7 +8,6 @@ import numpy as np
 
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import cold_index, fs, manifest, recovery
-from hpc_ctr.storage.record import RecordLayout
 
 _OF_EVERY_ROW = {"key", "check", "t", "x", "state"}
 
@@ -28,11 +27,6 @@ def _is_manifest(path: str, names: list[str]) -> bool:
     return recovery.LOCK in names or b"hpc_ctr store" in fs.read_file(path)
 
 
-def layout_of(state: manifest.Manifest) -> RecordLayout:
-    """The layout of a store's rows."""
-    return RecordLayout(state.width, state.state, np.dtype(state.dtype), state.lifecycle)
-
-
 def describe_store(directory: str) -> dict[str, Any]:
     """The committed state of a store. Raises StorageError when its manifest or a file it names cannot be read.
 
@@ -42,7 +36,7 @@ def describe_store(directory: str) -> dict[str, Any]:
     deletions).
     """
     state = manifest.load(directory)
-    layout = layout_of(state)
+    layout = state.layout
     segments, columns = [], []
     for entry in state.segments:
         path = os.path.join(directory, entry.file)

@@ -6,6 +6,8 @@ import json
 import os
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import fs
 from hpc_ctr.storage.record import RecordLayout
@@ -36,6 +38,11 @@ class Manifest:
     next_number: int
     segments: tuple[Entry, ...] = ()
     lifecycle: bool = False
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The layout of the store's rows."""
+        return RecordLayout(self.width, self.state, np.dtype(self.dtype), self.lifecycle)
 
     def encode(self) -> bytes:
         """Canonical JSON with its own SHA-256, so that any changed byte is found."""

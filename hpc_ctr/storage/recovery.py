@@ -65,7 +65,7 @@ def committed_state(directory: str, layout: RecordLayout, name: str) -> manifest
         manifest.prepare(directory, manifest.new(name, layout))
         manifest.publish(directory)
     state = manifest.load(directory)
-    stored = RecordLayout(state.width, state.state, np.dtype(state.dtype), state.lifecycle)
+    stored = state.layout
     if stored != layout or state.table != name:
         raise StorageError(f"{directory} belongs to table {state.table!r} of {stored.describe()} (x + state)"
                            f", not to {name!r} of {layout.describe()}: give each table its own storage.dir")

@@ -230,6 +230,13 @@ class TieredStore:
             self.cold.tidy()
         return found
 
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        """Whether ``keys`` uint64 [n] have rows, bool [n]; changes nothing. Reads the cold rows that may be theirs."""
+        found = self.cache.lookup(keys) >= 0
+        absent = np.flatnonzero(~found)
+        found[absent] = self.cold.locate(keys[absent]) >= 0
+        return found
+
     def put(self, keys: np.ndarray, records: np.ndarray, t: np.ndarray) -> None:
         """Insert or overwrite rows: ``keys`` uint64 [n] distinct, ``records`` [n, floats], ``t`` uint32 [n].
 

@@ -8,13 +8,12 @@ import torch
 
 from hpc_ctr.comm.session import together
 from hpc_ctr.data.batch import Batch
-from hpc_ctr.data.keys import default_key
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.embedding.working_set import WorkingSet, make_working_set
 from hpc_ctr.exchange.lookup import read_values
 from hpc_ctr.metrics.binary import BinaryStats
 from hpc_ctr.train.feed import Feed
-from hpc_ctr.train.job import Job
+from hpc_ctr.train.job import Job, default_keys
 from hpc_ctr.train.step import forward
 
 
@@ -45,7 +44,7 @@ def predictions(job: Job, feed: Feed) -> Iterator[tuple[np.ndarray, Batch]]:
             wanted = None
             with together(job.session.comm):
                 wanted = make_working_set(table, work.batches, lambda keys: np.zeros(len(keys), np.int64), 1)
-            defaults = np.array([default_key(job.field_names[f]) for f in table.fields], np.uint64)
+            defaults = default_keys(table, job.field_names)
             x = read_values(job.session.comm, table, store, wanted.keys, _fields_of(table, wanted), defaults,
                             job.config.seed, job.trace)
             sets.append(wanted)

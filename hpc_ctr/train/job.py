@@ -14,11 +14,12 @@ from hpc_ctr import models
 from hpc_ctr.comm.allreduce import make_allreduce
 from hpc_ctr.comm.session import Session, together
 from hpc_ctr.comm.trace import Trace, link_classes, total
-from hpc_ctr.embedding.table import make_tables
+from hpc_ctr.data.keys import default_key
+from hpc_ctr.embedding.table import Table, make_tables
 from hpc_ctr.errors import UsageError
+from hpc_ctr.exchange.lifecycle import TableLifecycle
 from hpc_ctr.exchange.replicas import keys_of_owner, make_replicas
 from hpc_ctr.optim.build import make_dense_optimizer
-from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.tiered import TieredStore
 from hpc_ctr.train.plan import PASSES_IN_FLIGHT, PassBudget, make_plan
@@ -42,10 +43,10 @@ class Job:
         torch.set_num_threads(config.train.threads)
         name = config.model.name
         self.tables = make_tables(config.embedding, field_names, models.needs_first_order(name),
-                                  models.wants_vectors(name))
+                                  models.wants_vectors(name), config.lifecycle)
         self.field_names = field_names
         ranks_here = sum(host == session.hosts[session.rank] for host in session.hosts)
-        self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here)
+        self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here, session.size)
         self.replicas = make_replicas(session, config.rows.replica)
         self.pass_budget = PassBudget(self.plan.passes // PASSES_IN_FLIGHT, self.replicas.several)
         self.trace = Trace(link_classes(session.hosts, session.rank))
@@ -60,6 +61,9 @@ class Job:
 
         self.store_dir = store_dir
         self.stores: list[TieredStore] = []
+        # by table; None where every key has a row for ever
+        self.lifecycles = [TableLifecycle(table, default_keys(table, field_names), session.rank, session.size)
+                           if table.lifecycle else None for table in self.tables]
 
     def open_stores(self, segments: list[list[list[str]]] | None = None, progress: Progress | None = None) -> None:
         """Open this rank's tiers, one a table: empty, or with the rows of a checkpoint. Collective.
@@ -72,7 +76,7 @@ class Job:
         with together(self.session.comm):
             for number, table in enumerate(self.tables):
                 directory = str(self.store_dir / table.name)
-                layout = RecordLayout(table.width, table.state_width, table.dtype)
+                layout = table.layout
                 budget = self.plan.tiers[table.name]
                 files = segments[number] if segments else [[] for _ in range(size)]
                 same_ranks = len(files) == size
@@ -96,10 +100,11 @@ class Job:
         shutil.rmtree(self.store_dir, ignore_errors=True)
 
     def tier_counters(self) -> dict[str, int]:
-        """Counters of this rank's stores, and their rows, summed over tables."""
+        """Counters of this rank's stores and of their lifecycle, and their rows, summed over tables."""
         out: dict[str, int] = {}
-        for store in self.stores:
-            for name, count in (asdict(store.counters()) | {"rows": store.rows}).items():
+        for store, life in zip(self.stores, self.lifecycles):
+            counts = asdict(store.counters()) | {"rows": store.rows} | (life.counts if life else {})
+            for name, count in counts.items():
                 out[name] = out.get(name, 0) + count
         return out
 
@@ -109,6 +114,11 @@ class Job:
         for purpose, count in self.allreduce.bytes_by_name.items():
             mine.setdefault(purpose, {})["payload"] = count
         return total(self.session.comm.allgather(mine))
+
+
+def default_keys(table: Table, field_names: list[str]) -> np.ndarray:
+    """Keys uint64 [F] of the default rows of the table's fields."""
+    return np.array([default_key(field_names[f]) for f in table.fields], np.uint64)
 
 
 def choose_device(name: str, session: Session) -> torch.device:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc_ctr.comm.session import together
 from hpc_ctr.comm.trace import Trace
-from hpc_ctr.embedding.working_set import make_working_set
+from hpc_ctr.embedding.working_set import collect_keys, count_shows, place_keys
 from hpc_ctr.errors import DataError
 from hpc_ctr.exchange.pass_rows import PassRows, announce
 from hpc_ctr.metrics.binary import BinaryStats
@@ -38,7 +38,8 @@ class Progress:
 class PassReport:
     """What a pass did, over all ranks, in the hands of every rank.
 
-    loss_sums float64 [steps] and samples int64 [steps]: per step, over the samples of all ranks.
+    loss_sums float64 [steps] and samples int64 [steps]: per step, over the samples of all ranks. period: what the
+    lifecycle decided, on this rank, where a period ended with the pass.
     """
 
     first_step: int
@@ -47,6 +48,7 @@ class PassReport:
     seconds: float
     train_seconds: float
     interrupted: bool
+    period: dict[str, dict[str, int]] | None = None  # by table, of this rank: see end_period
 
 
 def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassReport], None],
@@ -58,12 +60,14 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
     """
     k_rows = job.config.rows.k_rows
     with _flag_on_signal() as asked_to_stop:
-        following = plan_pass(job, feed, progress.step)
+        following = plan_pass(job, feed, progress.step, progress.samples)
         while following is not None:
             begin = time.perf_counter()
             work, tables = open_pass(job, following)
             # known a pass ahead: cold rows of the next one are read from disk while this one trains
-            following = plan_pass(job, feed, progress.step + work.steps)
+            after = progress.step + work.steps, progress.samples + int(work.samples.sum())
+            ahead = not period_ends(job, progress.samples, after[1])
+            following = plan_pass(job, feed, *after) if ahead else None
             loss_sums = np.zeros(work.steps)
             started = time.perf_counter()
             for step in range(work.steps):
@@ -84,20 +88,32 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
             close_pass(job, tables)
             feed.trained(work)
             progress.passes += 1
+            samples_before = progress.samples
             report = _report(job, work, loss_sums, progress, begin, train_seconds, asked_to_stop())
+            report.period = end_period(job, samples_before, progress.samples)
             each_pass(report)
             if report.interrupted:
                 return False
+            if not ahead:  # what the lifecycle decided says which keys have rows now
+                following = plan_pass(job, feed, progress.step, progress.samples)
     job.optimizer.finish()
     return True
 
 
-def pass_limit(job: Job, step: int) -> int:
-    """Steps that the next pass may have: with several replicas it ends where rows merge anyway."""
+def pass_limit(job: Job, step: int, samples: int) -> int:
+    """Steps that a pass after global step ``step`` and ``samples`` samples may have: it ends where a period of the
+    lifecycle ends, and with several replicas where rows merge anyway."""
     limit = job.config.train.batches_per_pass
+    k_rows = job.config.rows.k_rows
     if job.replicas.several:
-        k_rows = job.config.rows.k_rows
         limit = max(k_rows, limit // k_rows * k_rows) - step % k_rows
+    if every := job.config.lifecycle.every:
+        # no batch is larger than batch_size, so a pass never goes on after the step with which a period ends
+        largest = job.config.data.batch_size * job.session.size
+        until = -(-(every - samples % every) // largest)
+        if job.replicas.several:
+            until += -(step + until) % k_rows
+        limit = min(limit, until)
     max_steps = job.config.train.max_steps
     return min(limit, max_steps - step) if max_steps else limit
 
@@ -111,22 +127,18 @@ class Planned:
     trace: Trace
 
 
-def plan_pass(job: Job, feed: Feed, step: int) -> Planned | None:
-    """Take the next batches, after global step ``step``, tell homes and owners what they need, and let the tiers get
-    ready for it; None when there are no more. Collective, and pure: nothing is counted or changed but the order of work.
-    """
-    limit = pass_limit(job, step)
+def plan_pass(job: Job, feed: Feed, step: int, samples: int) -> Planned | None:
+    """Take the next batches, after global step ``step`` and ``samples`` samples, tell homes and owners what they need,
+    and let the tiers get ready for it; None when there are no more. Collective, and pure: nothing is counted or changed
+    but the order of work. """
+    limit = pass_limit(job, step, samples)
     while limit > 0:
         before = feed.position
         work = feed.next_pass(limit)
         if work is None:
             break
-        tables, trace = [], job.trace.ahead()
-        for table in job.tables:
-            wanted = None
-            with together(job.session.comm):
-                wanted = make_working_set(table, work.batches, job.replicas.homes_of, len(job.replicas.members))
-            tables.append(announce(table, wanted, job.replicas, trace))
+        trace = job.trace.ahead()
+        tables = [_announce(job, number, work, samples, trace) for number in range(len(job.tables))]
         if _fits(job, work, tables):
             for rows, store in zip(tables, job.stores):
                 rows.ask()
@@ -145,6 +157,42 @@ def open_pass(job: Job, planned: Planned) -> tuple[Pass, list[PassRows]]:
         rows.pull(store, job.config.seed, job.device)
         store.unstage()
     return planned.work, planned.tables
+
+
+def _announce(job: Job, number: int, work: Pass, samples: int, trace: Trace) -> PassRows:
+    """Announce what this rank needs of table ``number`` in a pass; keys that have to wait for a row of their own need
+    their field's default row. Collective."""
+    comm, table, lifecycle = job.session.comm, job.tables[number], job.lifecycles[number]
+    keys = shows = seen = wanted = None
+    with together(comm):
+        keys = collect_keys(table, work.batches)
+        if lifecycle:
+            shows = count_shows(keys, work.batches)
+    if lifecycle:
+        keys, seen = lifecycle.meet(comm, job.stores[number], keys, shows, samples, trace)
+    with together(comm):
+        wanted = place_keys(keys, job.replicas.homes_of, len(job.replicas.members))
+    rows = announce(table, wanted, job.replicas, trace)
+    rows.lifecycle, rows.seen = lifecycle, seen
+    return rows
+
+
+def period_ends(job: Job, before: int, after: int) -> bool:
+    """Whether a period of the lifecycle ends between these sample counts."""
+    every = job.config.lifecycle.every
+    return bool(every) and before // every != after // every
+
+
+def end_period(job: Job, before: int, after: int) -> dict[str, dict[str, int]] | None:
+    """Let the lifecycle decide, where a period ended between the sample counts ``before`` and ``after``; returns this
+    rank's counts by table then, else None. Collective."""
+    if not period_ends(job, before, after):
+        return None
+    every, facts = job.config.lifecycle.every, {}
+    with together(job.session.comm):
+        for table, lifecycle, store in zip(job.tables, job.lifecycles, job.stores):
+            facts[table.name] = lifecycle.end_period(store, before // every * every, after // every * every)
+    return facts
 
 
 def merge_rows(job: Job, tables: list[PassRows], progress: Progress) -> None:
