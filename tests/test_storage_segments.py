@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hpc_ctr.errors import StorageError
+from hpc_ctr.storage import fs
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
 from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.storage.segment import SegmentFile, iter_segment_rows, live_rows
@@ -341,6 +342,40 @@ def test_disk_after_overwrites(tmp_path, max_segments):
         store.compact()
         assert all(s.live == s.rows for s in store.segments())
         assert everything(store) == rows and store.verify() == []
+
+
+def test_reads_within_a_compaction(tmp_path, monkeypatch):
+    """Whatever compaction has written, committed and moved so far, every row is served as it was put."""
+    layout = RecordLayout(4, 8)
+    keys, records, t = some_rows(11, 1200, layout)
+    rng = np.random.default_rng(12)
+    with ColdStore(str(tmp_path), layout, options=ColdStoreOptions(stale_share=1.0)) as store:
+        store.put(keys, records, t)
+        for _ in range(4):
+            part = rng.permutation(len(keys))[:500]
+            records[part], t[part] = records[rng.permutation(part)], t[part] + np.uint32(1)
+            store.put(keys[part], records[part], t[part])
+        looks, reading = {"files": 0, "moves": 0}, False
+
+        def look(where):
+            nonlocal reading
+            if reading:
+                return
+            reading = True
+            back, back_t = np.zeros_like(records), np.zeros_like(t)
+            assert store.get(keys, back, back_t).all()
+            assert back.tobytes() == records.tobytes() and back_t.tobytes() == t.tobytes()
+            looks[where] += 1
+            reading = False
+
+        # outside of a commit, that is: what a commit does is one step for those who read
+        monkeypatch.setattr(fs, "probe", lambda operation, path: look("files") if path.endswith(".h5.tmp") else None)
+        store.on_move = lambda moved, locations: look("moves")
+        store.options = ColdStoreOptions(output_rows=200)
+        store.compact()
+        monkeypatch.setattr(fs, "probe", None)
+        assert looks["moves"] == 4 and len(store.segments()) == 5 and looks["files"] > 20
+        assert everything(store) == as_dict(keys, records, t)
 
 
 def test_row_by_row_updates_do_not_pile_up_files(tmp_path):
