@@ -1,9 +1,12 @@
 """TieredStore against a plain dict: whatever is done to it, it holds the same rows, bit for bit."""
 
 import os
+import tempfile
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage.cold import ColdStoreOptions
@@ -12,12 +15,15 @@ from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.storage.tiered import TieredStore, budget_for
 
 LAST_KEY = 2**64 - 1
-UNIVERSE = 900
-CACHED = 80
+UNIVERSE = 6500
+CACHED = 66             # a hundredth of the rows
+OPERATIONS = 100_000    # random ones, over all layouts
 LAYOUTS = [RecordLayout(4, 8), RecordLayout(1, 0), RecordLayout(17, 34), RecordLayout(0, 3),
            RecordLayout(3, 2, np.float64), RecordLayout(5, 0, np.float64)]
 # small limits, so that some hundred rows already take many segments, reads and rewrites
-SMALL = ColdStoreOptions(gap_bytes=256, read_bytes=2048, threads=3, max_segments=5, output_rows=200)
+SMALL = ColdStoreOptions(gap_bytes=256, read_bytes=2048, threads=3, max_segments=8, output_rows=1500)
+# of 100 operations
+SHARES = {"get": 33, "put": 25, "update": 25, "set_budget": 8, "flush": 6, "compact": 1, "reopen": 1, "lose": 1}
 
 
 def name_of(value):
@@ -62,35 +68,42 @@ def everything(store, batch_rows=100):
 class Model:
     """A store, the dict that it must equal, and what each row has been since the last commit of all rows."""
 
-    def __init__(self, directory, layout, seed):
+    def __init__(self, directory, layout):
         self.directory, self.layout = str(directory), layout
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(0)
         self.keys = np.unique(self.rng.integers(0, 2**64, UNIVERSE, dtype=np.uint64))
         # the smallest and the largest key, and some that collide in the low bits that the cache's index uses
         self.keys = np.concatenate([self.keys, keys_of([0, LAST_KEY] + [(i << 32) + 5 for i in range(1, 9)])])
         self.large = budget_for(layout, 3 * CACHED, len(self.keys))
         self.small = budget_for(layout, CACHED, len(self.keys))
         self.rows, self.history = {}, {}
-        self.cold_hits = self.segments = 0
+        self.cold_hits = self.evicted = self.rewritten = 0
         self.store = self.open(self.small)
+        self.write(self.rng.permutation(self.keys)[:UNIVERSE])
+        self.flush()
+        assert self.store.cache.capacity <= len(self.rows) // 90
 
     def open(self, budget):
         """The store as a new process would see it."""
         return TieredStore(self.directory, self.layout, budget, options=SMALL)
 
     def some_keys(self):
-        """Distinct keys: none, a few, or more than the cache holds."""
-        n = int(self.rng.choice([0, 1, 7, 40, 2 * CACHED, 4 * CACHED], p=[.05, .1, .2, .4, .15, .1]))
-        return self.rng.permutation(self.keys)[:n]
+        """Distinct keys: none, a few, or more than the cache holds; often those of a small hot set."""
+        n = int(self.rng.choice([0, 1, 3, 8, 30, 3 * CACHED], p=[.04, .3, .3, .26, .08, .02]))
+        pool = self.keys[::90] if n < 40 and self.rng.random() < .5 else self.keys
+        return self.rng.choice(pool, n, replace=False, shuffle=False)
 
-    def put(self):
-        """Write some rows."""
-        keys = self.some_keys()
+    def write(self, keys):
+        """Put random rows."""
         records, t = random_rows(self.rng, len(keys), self.layout)
         for key, row in as_dict(keys, records, t).items():
             self.history.setdefault(key, [self.rows.get(key)]).append(row)
             self.rows[key] = row
         self.store.put(keys, records, t)
+
+    def put(self):
+        """Write some rows."""
+        self.write(self.some_keys())
 
     def get(self):
         """Read some rows, known and unknown ones."""
@@ -104,11 +117,7 @@ class Model:
         """What training does: a get, then a put of the same keys, new ones among them."""
         keys = self.some_keys()
         read(self.store, keys)
-        records, t = random_rows(self.rng, len(keys), self.layout)
-        for key, row in as_dict(keys, records, t).items():
-            self.history.setdefault(key, [self.rows.get(key)]).append(row)
-            self.rows[key] = row
-        self.store.put(keys, records, t)
+        self.write(keys)
 
     def flush(self):
         """Commit all rows."""
@@ -128,7 +137,8 @@ class Model:
         """Close the store and keep its counters."""
         counters = self.store.counters()
         self.cold_hits += counters.cold_hits
-        self.segments += counters.segments_written
+        self.evicted += counters.rows_evicted
+        self.rewritten += self.store.cold.counters.rows_compacted
         self.store.close()
 
     def reopen(self):
@@ -165,22 +175,32 @@ def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.parametrize("seed,layout", list(enumerate([*LAYOUTS, LAYOUTS[0], LAYOUTS[4]])), ids=name_of)
-def test_random_operations_equal_a_dict(tmp_path, seed, layout):
-    """Any mix of operations, most rows being cold."""
-    model = Model(tmp_path / "store", layout, seed)
-    operations = [model.put, model.get, model.update, model.flush, model.set_budget, model.compact,
-                  model.reopen, model.lose]
-    chances = [.27, .27, .28, .04, .05, .03, .04, .02]
-    for step in range(100):
-        operations[int(model.rng.choice(len(operations), p=chances))]()
-        model.check()
-        if step % 25 == 24:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_random_operations_equal_a_dict(tmp_path, layout):
+    """Any mix of operations, with one row of a hundred in the cache. The failing list of operations is printed, and
+    comes again on every run; add Phase.shrink to have it made short, which takes minutes."""
+    done = np.zeros(4, np.int64)    # operations, cold hits, evicted rows, rows that compaction moved
+
+    @settings(max_examples=OPERATIONS // len(LAYOUTS) // 270, derandomize=True, database=None, deadline=None,
+              phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(st.sampled_from([name for name, n in SHARES.items() for _ in range(n)]),
+                              st.integers(0, 2**16)), min_size=200, max_size=400))
+    def run(operations):
+        nonlocal done
+        with tempfile.TemporaryDirectory(dir=tmp_path) as directory:
+            model = Model(directory, layout)
+            for name, seed in operations:
+                model.rng = np.random.default_rng(seed)
+                getattr(model, name)()
+                model.check()
             model.check_all()
-    model.reopen()
-    model.check_all()
-    model.close()
-    assert model.cold_hits > 0 and model.segments > 0
+            model.reopen()
+            model.check_all()
+            model.close()
+        done += np.array([len(operations), model.cold_hits, model.evicted, model.rewritten])
+
+    run()
+    assert done[0] >= OPERATIONS // len(LAYOUTS) and (done[1:] > done[0]).all(), done
 
 
 def test_known_rows_do_not_count_as_new(tmp_path):

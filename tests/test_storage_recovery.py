@@ -1,59 +1,34 @@
-"""Failing disks, crashes at any file operation, and damage: the committed rows survive, or an error names them.
-
-Run as a program (with a directory) it kills real processes at each of their file operations.
-"""
+"""Failing disks, damage, leftovers: the committed rows survive, or an error names the file. test_storage_crash.py has
+crashes at any operation."""
 
 import errno
-import gc
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from storage_common import (
+    BUDGET,
+    LAYOUT,
+    OPTIONS,
+    OneRank,
+    as_dict,
+    between,
+    checkpoint_contents,
+    contents,
+    everything,
+    manifest_of,
+    rows_of,
+)
 
+from hpc_ctr.checkpoint import save
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
 from hpc_ctr.storage.record import RecordLayout
-from hpc_ctr.storage.tiered import TieredStore, budget_for
-
-LAYOUT = RecordLayout(2, 4)
-BUDGET = budget_for(LAYOUT, 100, 2000)
-OPTIONS = ColdStoreOptions(output_rows=40)
-
-
-def rows_of(keys, version):
-    """(keys, records, t) whose contents follow from key and version."""
-    keys = np.asarray(keys, np.uint64)
-    records = (keys[:, None] * np.float32(8) + np.arange(LAYOUT.floats) + np.float32(version) / 16).astype(np.float32)
-    return keys, records, np.full(len(keys), version, np.uint32)
-
-
-def as_dict(keys, records, t):
-    """key -> (bytes of the record, t)."""
-    return {int(k): (r.tobytes(), int(s)) for k, r, s in zip(keys, records, t, strict=True)}
-
-
-def everything(store):
-    """All rows of a store, cold or tiered."""
-    rows = {}
-    for batch in store.iterate(50):
-        rows.update(as_dict(*batch))
-    return rows
-
-
-def contents(directory, clean=True):
-    """What a new process would find in a directory; ``clean``: opening has removed all leftovers."""
-    with ColdStore(str(directory), LAYOUT) as store:
-        rows = everything(store)
-        assert store.rows == len(rows) and store.verify() == []
-        if clean:
-            live = {os.path.basename(s.path) for s in store.segments()}
-            assert set(os.listdir(directory)) == live | {manifest.NAME, recovery.LOCK}
-        return rows
+from hpc_ctr.storage.tiered import TieredStore
 
 
 class Crash(BaseException):
@@ -65,7 +40,7 @@ class Fault:
 
     def __init__(self, at, make_error, lasting=False, only=None):
         self.at, self.make_error, self.lasting, self.only = at, make_error, lasting, only
-        self.seen = []
+        self.seen, self.paths = [], []
 
     def __call__(self, operation, path):
         if self.only and operation != self.only:
@@ -73,6 +48,7 @@ class Fault:
         self.seen.append((operation, os.path.basename(path)))
         number = len(self.seen) - 1
         if number == self.at or (self.lasting and number > self.at):
+            self.paths.append(path)
             raise self.make_error()
 
     @property
@@ -144,14 +120,16 @@ def test_put_fails_at_each_operation(tmp_path, inject, fast, kind):
         store = ColdStore(str(directory), LAYOUT, options=OPTIONS)
         fault = Fault(number, make_error, lasting)
         inject(fault)
-        returned = _survives(lambda store=store: store.put(*SECOND))
+        returned = _survives(lambda store=store: store.put(*SECOND), fault)
         inject(None)
         committed = fault.published
         # rows are served even now, and the process sees what it has committed, or the state before
         if kind != "crash":
             assert everything(store) in ((AFTER,) if returned else (BEFORE, AFTER))
+            again = _put_again(store, SECOND)
+            assert everything(store) == AFTER or not again
         store.close()
-        assert contents(directory) == (AFTER if committed else BEFORE)
+        assert contents(directory) == (AFTER if committed or (kind != "crash" and again) else BEFORE)
         assert committed or not returned
         outcomes.add(committed)
         if not fault.struck:
@@ -161,12 +139,25 @@ def test_put_fails_at_each_operation(tmp_path, inject, fast, kind):
     assert outcomes == {False, True} and number > 10
 
 
-def _survives(action):
-    """Run an action; whether it returned. It may raise StorageError or Crash, nothing else."""
+def _survives(action, fault):
+    """Run an action; whether it returned. It may raise Crash, or a StorageError that names the file, nothing else."""
     try:
         action()
-    except (StorageError, Crash):
+    except StorageError as error:
+        assert any(path in str(error) for path in fault.paths), f"{fault.paths} failed, but the error says: {error}"
         return False
+    except Crash:
+        return False
+    return True
+
+
+def _put_again(store, rows):
+    """After an error: whether the store goes on; else it says that it must be reopened."""
+    if store._refusal:
+        with pytest.raises(StorageError, match="must be reopened after a failed commit"):
+            store.put(*rows)
+        return False
+    store.put(*rows)
     return True
 
 
@@ -185,10 +176,13 @@ def test_compaction_fails_at_each_operation(tmp_path, inject, fast, kind):
         store = ColdStore(str(directory), LAYOUT, options=OPTIONS)
         fault = Fault(number, make_error, lasting)
         inject(fault)
-        _survives(store.compact)
+        _survives(store.compact, fault)
         inject(None)
         if kind != "crash":
             assert everything(store) == AFTER
+            if not store._refusal:
+                store.compact()
+                assert everything(store) == AFTER and all(s.live == s.rows for s in store.segments())
         store.close()
         assert contents(directory) == AFTER
         if not fault.struck:
@@ -211,7 +205,7 @@ def test_open_fails_at_each_operation(tmp_path, inject, fast, kind):
             make_error, lasting = FAILURES[kind]
             fault = Fault(number, make_error, lasting)
             inject(fault)
-            _survives(lambda directory=directory: ColdStore(str(directory), LAYOUT).close())
+            _survives(lambda directory=directory: ColdStore(str(directory), LAYOUT).close(), fault)
             inject(None)
             assert contents(directory) == expected
             shutil.rmtree(directory)
@@ -235,7 +229,7 @@ def test_restore_fails_at_each_operation(tmp_path, inject, fast, kind):
         make_error, lasting = FAILURES[kind]
         fault = Fault(number, make_error, lasting)
         inject(fault)
-        _survives(lambda directory=directory: recovery.adopt(str(directory), LAYOUT, segments))
+        _survives(lambda directory=directory: recovery.adopt(str(directory), LAYOUT, segments), fault)
         inject(None)
         assert contents(directory) == (AFTER if fault.published else BEFORE)
         recovery.adopt(str(directory), LAYOUT, segments)
@@ -253,18 +247,14 @@ def test_restore_into_a_new_directory_fails(tmp_path, inject, fast):
     with ColdStore(str(base), LAYOUT) as store:
         segments = store.segments()
     target = tmp_path / "new"
-    inject(Fault(0, Crash, lasting=True, only="rename"))
-    assert not _survives(lambda: recovery.adopt(str(target), LAYOUT, segments))
+    fault = Fault(0, Crash, lasting=True, only="rename")
+    inject(fault)
+    assert not _survives(lambda: recovery.adopt(str(target), LAYOUT, segments), fault)
     inject(None)
     with pytest.raises(StorageError, match=r"no manifest\.json"):
         ColdStore(str(target), LAYOUT)
     recovery.adopt(str(target), LAYOUT, segments)
     assert contents(target) == BEFORE
-
-
-def between(rows, old, new):
-    """Whether every row is the old or the new one, and no old one is missing."""
-    return set(old) <= set(rows) and all(row in (old.get(k), new[k]) for k, row in rows.items())
 
 
 @pytest.mark.parametrize("kind", ["error", "disk full"])
@@ -281,7 +271,7 @@ def test_tiered_store_at_each_operation(tmp_path, inject, fast, kind):
         store.flush()
         fault = Fault(number, make_error, lasting)
         inject(fault)
-        returned = _survives(lambda store=store: (store.put(*update), store.flush()))
+        returned = _survives(lambda store=store: (store.put(*update), store.flush()), fault)
         inject(None)
         now = everything(store)
         assert store.nbytes <= store.budget
@@ -297,6 +287,43 @@ def test_tiered_store_at_each_operation(tmp_path, inject, fast, kind):
             break
         number += 1
     assert number > 15
+
+
+@pytest.mark.parametrize("kind", ["error", "disk full"])
+def test_checkpoint_fails_at_each_operation(tmp_path, inject, fast, kind):
+    """The checkpoint before is there, or the new one; the store goes on, and the checkpoint can be made again."""
+    make_error, lasting = FAILURES[kind]
+    number = 0
+    while True:
+        root = tmp_path / f"try{number}"
+        store = TieredStore(str(root / "store"), LAYOUT, BUDGET, options=OPTIONS)
+
+        def checkpoint(step, store=store, root=root):
+            save.save(root / "checkpoints", OneRank(), manifest_of(step), {"dense.x": np.full(9, step)},
+                      {"default": store}, keep=1)
+
+        store.put(*FIRST)
+        checkpoint(5)
+        store.put(*SECOND)
+        fault = Fault(number, make_error, lasting)
+        inject(fault)
+        returned = _survives(lambda checkpoint=checkpoint: checkpoint(10), fault)
+        inject(None)
+        states = [(10, [10.0] * 9, AFTER)] + [(5, [5.0] * 9, BEFORE)] * (not returned)
+        assert checkpoint_contents(root / "checkpoints") in states
+        assert everything(store) == AFTER
+        if store.cold._refusal:
+            with pytest.raises(StorageError, match="must be reopened"):
+                checkpoint(10)
+        else:
+            checkpoint(10)
+            assert checkpoint_contents(root / "checkpoints") == states[0]
+        store.close()
+        shutil.rmtree(root)
+        if not fault.struck:
+            break
+        number += 1
+    assert number > 40
 
 
 def test_after_a_failed_publication_the_store_must_be_reopened(tmp_path, inject):
@@ -357,6 +384,41 @@ def test_disk_full(tmp_path, inject):
     assert contents(tmp_path / "store") == as_dict(*second)
 
 
+def test_disk_gets_full_within_a_write(tmp_path, monkeypatch, fast):
+    """A write of which a part got through is an error like any other, whichever write it is."""
+    write, number = os.pwrite, 0
+    while True:
+        with ColdStore(str(tmp_path / f"try{number}"), LAYOUT, options=ColdStoreOptions(stale_share=1.0)) as store:
+            store.put(*FIRST)
+            left = [number]
+
+            def full(descriptor, data, offset, left=left):
+                left[0] -= 1
+                if left[0] == -1:
+                    return write(descriptor, data[:len(data) // 2], offset)
+                if left[0] < -1:
+                    raise disk_full()
+                return write(descriptor, data, offset)
+
+            monkeypatch.setattr(os, "pwrite", full)
+            try:
+                store.put(*SECOND)
+                done = left[0] >= 0
+                assert done, "half a write was taken for a whole one"
+            except StorageError as error:
+                assert "no space left on the disk of" in str(error)
+                done = False
+            monkeypatch.setattr(os, "pwrite", write)
+            assert everything(store) == (AFTER if done else BEFORE)
+            store.put(*SECOND)
+            assert everything(store) == AFTER
+        assert contents(tmp_path / f"try{number}") == AFTER
+        if done:
+            break
+        number += 1
+    assert number > 4
+
+
 def test_get_on_a_full_disk(tmp_path, inject):
     """Reading needs no room: rows are served even where caching them would push changed rows to the disk."""
     rows = rows_of(range(700), 1)
@@ -415,6 +477,36 @@ def test_two_openers(tmp_path):
     assert contents(base) == BEFORE
 
 
+OPEN = """
+import sys
+from storage_common import LAYOUT, everything
+from hpc_ctr.errors import StorageError
+from hpc_ctr.storage.cold import ColdStore
+try:
+    with ColdStore(sys.argv[1], LAYOUT) as store:
+        print(len(everything(store)), "rows")
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_two_processes(tmp_path):
+    """A second process is told that the store is open, and changes nothing; afterwards it may have it."""
+    base = base_store(tmp_path)
+
+    def other():
+        return subprocess.run([sys.executable, "-c", OPEN, str(base)], capture_output=True, text=True, timeout=100,
+                              cwd=os.path.dirname(__file__), check=True).stdout
+
+    with ColdStore(str(base), LAYOUT) as store:
+        (base / "manifest.json.tmp").write_bytes(b"a put of the first process that is under way")
+        assert other() == (f"the store {base} is open already, here or in another process: close it, or give each "
+                           "run its own storage.dir\n")
+        assert (base / "manifest.json.tmp").exists() and everything(store) == BEFORE
+    assert other() == "90 rows\n"
+    assert contents(base) == BEFORE
+
+
 @pytest.mark.parametrize("other", [RecordLayout(2, 3), RecordLayout(3, 3), RecordLayout(2, 4, np.float64)])
 def test_wrong_layout_is_refused(tmp_path, other):
     """Both layouts are named, and the store is not touched."""
@@ -457,35 +549,36 @@ def flip(path, offset, mask=0x10):
         file.write(bytes([byte ^ mask]))
 
 
-def damaged_offsets(store):
-    """Byte offsets of its one segment: every part of the header and tail, and every byte of some rows."""
-    file = store._segments[0].file
-    row = file.layout.stored_bytes
-    rows = [file.offset + i * row + b for i in (0, file.rows // 2, file.rows - 1) for b in range(row)]
-    return [*range(0, file.offset, 23), *rows, *range(file.end, file.nbytes, 23), file.nbytes - 1], file.offset
-
-
 def test_any_damaged_byte_is_found(tmp_path):
-    """A flipped bit anywhere in a segment is found by ``verify`` of the open store, and refused at open."""
-    base = base_store(tmp_path)
-    with ColdStore(str(base), LAYOUT) as store:
-        path = store.segments()[0].path
-        offsets, first_row = damaged_offsets(store)
-        for offset in offsets:
-            flip(path, offset)
+    """Each byte of a segment, changed, is found by ``verify`` of the open store and refused at open. Where it is part
+    of a row, that row is named, by ``get`` too; all other rows are served."""
+    rows = rows_of(range(24), 1)
+    whole = as_dict(*rows)
+    records, t = np.empty((24, LAYOUT.floats), np.float32), np.empty(24, np.uint32)
+    with ColdStore(str(tmp_path / "store"), LAYOUT, options=ColdStoreOptions(gap_bytes=0)) as store:
+        store.put(*rows)
+        path, file = store.segments()[0].path, store._segments[0].file
+        for offset in range(file.nbytes):
+            flip(path, offset, 1 << offset % 8)
             problems = store.verify()
             assert len(problems) == 1 and path in problems[0], f"byte {offset} of {path}: {problems}"
-            row = (offset - first_row) // LAYOUT.stored_bytes
-            if 0 <= row < 90:
+            row = (offset - file.offset) // LAYOUT.stored_bytes
+            others = rows[0][rows[0] != row]
+            if 0 <= row < 24:
                 assert f"row {row} is damaged" in problems[0]
-            flip(path, offset)
+                with pytest.raises(StorageError, match=rf"{path}: row {row} is damaged"):
+                    store.get(rows[0], records, t)
+            if offset % 5 == 0:
+                assert store.get(others, records, t).all()
+                assert as_dict(others, records[:len(others)], t[:len(others)]) == {int(k): whole[int(k)] for k in others}
+            flip(path, offset, 1 << offset % 8)
         assert store.verify() == []
-    for offset in offsets[::7]:
+    for offset in range(0, file.nbytes, 11):
         flip(path, offset)
         with pytest.raises(StorageError, match=r"segment-0000000001\.h5"):
-            ColdStore(str(base), LAYOUT)
+            ColdStore(str(tmp_path / "store"), LAYOUT)
         flip(path, offset)
-    assert contents(base) == BEFORE
+    assert contents(tmp_path / "store") == whole
 
 
 def test_damaged_row_is_found_when_it_is_read(tmp_path):
@@ -547,16 +640,20 @@ def test_older_form_of_a_file_is_found(tmp_path):
         ColdStore(str(base), LAYOUT)
 
 
-@pytest.mark.parametrize("length", [0, 100, 3000, -1])
-def test_truncated_segment(tmp_path, length):
-    """A file that lost its end is named, at open and by verify."""
+@pytest.mark.parametrize("name", ["segment-0000000001.h5", "manifest.json"])
+def test_truncated_file(tmp_path, name):
+    """A file that lost its end, however much of it, is named, at open and by verify."""
     base = base_store(tmp_path)
-    path = base / "segment-0000000001.h5"
-    with open(path, "r+b") as file:
-        file.truncate(length if length >= 0 else path.stat().st_size + length)
-    assert str(path) in recovery.verify(str(base))[0]
-    with pytest.raises(StorageError, match=r"segment-0000000001\.h5"):
-        ColdStore(str(base), LAYOUT)
+    path = base / name
+    whole = path.read_bytes()
+    for length in (*range(0, len(whole), 61), len(whole) - 1):
+        os.truncate(path, length)
+        problems = recovery.verify(str(base))
+        assert len(problems) == 1 and str(path) in problems[0], f"{length} bytes: {problems}"
+        with pytest.raises(StorageError, match=name.replace(".", r"\.")):
+            ColdStore(str(base), LAYOUT)
+        path.write_bytes(whole)
+    assert contents(base) == BEFORE
 
 
 def test_truncation_under_an_open_store(tmp_path):
@@ -593,83 +690,3 @@ def test_any_damaged_byte_of_the_manifest(tmp_path):
                 ColdStore(str(base), LAYOUT)
         flip(path, offset, 1)
     assert contents(base) == BEFORE
-
-
-# --- processes that are really killed
-
-
-VERSIONS = [as_dict(*rows_of(range(60), 0))]
-STEPS = [rows_of(range(10 * i, 10 * i + 40), i) for i in range(1, 3)]
-for step in STEPS:
-    VERSIONS.append(VERSIONS[-1] | as_dict(*step))
-
-
-def child(directory, number, pipe):
-    """Put all STEPS, telling through the pipe of each that returned; die at file operation ``number``."""
-    store = ColdStore(directory, LAYOUT, options=OPTIONS)
-    seen = 0
-
-    def die(operation, path):
-        nonlocal seen
-        if seen == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen += 1
-
-    fs.probe = die
-    for rows in STEPS:
-        store.put(*rows)
-        os.write(pipe, b"x")
-    os._exit(0)
-
-
-def kill_everywhere(root):
-    """For each file operation: a process that is killed there, and a look at what it left."""
-    os.fsync = lambda descriptor: None  # what a killed process has written is not lost
-    base = os.path.join(root, "base")
-    with ColdStore(base, LAYOUT) as store:
-        store.put(*rows_of(range(60), 0))
-    with ColdStore(os.path.join(root, "rehearsal"), LAYOUT, options=OPTIONS) as store:
-        for rows in [rows_of(range(60), 0), *STEPS]:
-            store.put(*rows)  # so that the children find all kernels loaded
-        assert everything(store) == VERSIONS[-1] and store.counters.rows_compacted
-    gc.disable()  # a collection in a child would copy the whole heap
-    number = 0
-    while True:
-        directory = os.path.join(root, f"try{number}")
-        shutil.copytree(base, directory)
-        out, into = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            child(directory, number, into)
-        os.close(into)
-        done = len(os.read(out, 100)) if _wait(pid) else None
-        os.close(out)
-        if done is None:
-            break
-        assert contents(directory) in VERSIONS[done:done + 2], f"killed at operation {number}"
-        shutil.rmtree(directory)
-        number += 1
-    assert contents(directory) == VERSIONS[-1]
-    print(f"{number} processes killed")
-
-
-def _wait(pid):
-    """Whether the process was killed (else it has ended by itself, well)."""
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
-
-
-def test_killed_processes(tmp_path):
-    """SIGKILL at every file operation of two puts with compaction: the state is that after the last put that
-    returned, or the next."""
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[0]) > 40
-
-
-if __name__ == "__main__":
-    kill_everywhere(sys.argv[1])

@@ -108,9 +108,14 @@ def rebuild(segments: list[Segment], index: ColdIndex, progress: Progress | None
 def remove_leftovers(directory: str, state: manifest.Manifest) -> None:
     """Remove temporary files and segments that are not part of the committed state."""
     kept = {entry.file for entry in state.segments}
-    for name in fs.list_directory(directory):
-        if name.endswith(fs.TEMPORARY) or (segment_number(name) and name not in kept):
-            fs.remove(os.path.join(directory, name))
+    left = [name for name in fs.list_directory(directory)
+            if name.endswith(fs.TEMPORARY) or (segment_number(name) and name not in kept)]
+    if left:
+        # The process that made them may have ended between the rename of its manifest and the sync: were power
+        # lost now, the former manifest would be back, and it names files that are removed here.
+        fs.sync_directory(directory)
+    for name in left:
+        fs.remove(os.path.join(directory, name))
 
 
 def verify(directory: str, progress: Progress | None = None) -> list[str]:

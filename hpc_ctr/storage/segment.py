@@ -53,19 +53,24 @@ class SegmentWriter:
         self._target = fs.Hdf5Target(path + fs.TEMPORARY)
         try:
             self._file = self._target.hdf5()
-            self._file.attrs["format"] = FORMAT
+            self._describe("format", FORMAT)
             self._file.attrs["version"] = np.uint32(LIFECYCLE_VERSION if layout.lifecycle else VERSION)
-            self._file.attrs["table"] = table
+            self._describe("table", table)
             self._file.attrs["rows"] = np.uint64(rows)
             self._file.attrs["width"] = np.uint32(layout.width)
             self._file.attrs["state"] = np.uint32(layout.state)
-            self._file.attrs["dtype"] = layout.dtype.name
+            self._describe("dtype", layout.dtype.name)
             if layout.lifecycle:
                 self._file.attrs["deletions"] = np.uint32(deletions)
             self._dataset = self._file.create_dataset(DATASET, (rows,), layout.stored_dtype)
         except BaseException:
             self._target.close()
             raise
+
+    def _describe(self, name: str, text: str) -> None:
+        # Of fixed length, or HDF5 keeps the text in a heap without a checksum: a damaged one makes it loop forever.
+        data = text.encode()
+        self._file.attrs.create(name, data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
 
     @property
     def room(self) -> int:
@@ -141,16 +146,16 @@ class SegmentFile:
 
     def _read_header(self) -> None:
         try:
-            with h5py.File(self.path, "r", locking=False) as file:
+            with fs.open_hdf5(self.path) as file:
                 kind, version = file.attrs.get("format"), int(file.attrs.get("version", 0))
-                if kind != FORMAT:
+                if not isinstance(kind, bytes) or kind.decode() != FORMAT:
                     raise StorageError(f"{self.path} is no segment of hpc_ctr")
                 if version not in (VERSION, LIFECYCLE_VERSION):
                     raise StorageError(f"{self.path} has format version {version}, this program reads {VERSION} "
                                        f"and {LIFECYCLE_VERSION}: use the version of hpc_ctr that wrote it")
-                self.table = str(file.attrs["table"])
+                self.table = file.attrs["table"].decode()
                 self.layout = RecordLayout(int(file.attrs["width"]), int(file.attrs["state"]),
-                                           np.dtype(str(file.attrs["dtype"])), version == LIFECYCLE_VERSION)
+                                           np.dtype(file.attrs["dtype"].decode()), version == LIFECYCLE_VERSION)
                 self.deletions = version == LIFECYCLE_VERSION and bool(file.attrs["deletions"])
                 dataset = file[DATASET]
                 self.rows, offset = int(file.attrs["rows"]), dataset.id.get_offset()
