@@ -1,8 +1,10 @@
 """What the commands do, as functions: train and evaluate. Everything here is collective over the session."""
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ from hpc_ctr.data.batch import Batch
 from hpc_ctr.data.batch_list import BatchList
 from hpc_ctr.data.order import OrderState
 from hpc_ctr.data.source import open_source
-from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, UsageError
+from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, DataError, UsageError
 from hpc_ctr.metrics.binary import BinaryStats
-from hpc_ctr.report.run_folder import MetricsLog, create, write_summary
+from hpc_ctr.report.run_folder import FolderLock, MetricsLog, RunFolder, earlier_checkpoint_dir, write_summary
 from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.train.evaluate import evaluate as evaluate_job
 from hpc_ctr.train.evaluate import merged
 from hpc_ctr.train.feed import Feed
-from hpc_ctr.train.job import Job, default_store_dir, peak_rss_bytes, rng_state, set_rng_state
+from hpc_ctr.train.job import Job, default_store_dir, make_outside, peak_rss_bytes, rng_state, set_rng_state
 from hpc_ctr.train.loop import PassReport, Progress, run
 from hpc_ctr.train.progress import Bar, ProgressLine
 
@@ -48,18 +50,22 @@ def train(config: Config, resume: str = "", session: mpi.Session | None = None) 
         start = _find_start(root, resume)
     source = open_source(config.data, config.seed, comm, "train")
     test = open_source(config.data, config.seed, comm, "test") if config.data.split.by != "none" else None
-    with mpi.together(comm):
-        if session.is_root:
-            create(run_dir, job_file.to_dict(config), config.overwrite, bool(resume))
     store_dir = default_store_dir(config) / f"rank-{session.rank:04d}"
-    with Job(config, session, source.num_dense, [f.name for f in source.fields], store_dir) as job:
-        log = MetricsLog(run_dir / "metrics.jsonl", start[1].step if start else 0) if session.is_root else None
-        try:
-            with ProgressLine(session.is_root) as line:
-                return _Run(job, source, test, root, log, line).go(start)
-        finally:
-            if log:
-                log.close()
+    with ExitStack() as held:
+        folder = None
+        with mpi.together(comm):
+            if session.is_root:
+                folder = _hold_folders(held, config, root, start, resume)
+        job = held.enter_context(Job(config, session, source.num_dense, [f.name for f in source.fields], store_dir))
+        with mpi.together(comm):
+            if start:
+                checkpoint_load.check_tables(start[1], job.tables)
+            elif folder:
+                folder.clear()
+        line = held.enter_context(ProgressLine(session.is_root))
+        run_ = _Run(job, source, test, root, folder, line)
+        held.callback(run_.close)
+        return run_.go(start)
 
 
 def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None = None) -> dict[str, Any]:
@@ -79,11 +85,19 @@ def evaluate(where: str, overrides: dict[str, str], session: mpi.Session | None 
         if config.data.split.by == "none":
             raise UsageError("data.split: by is none, so there is no test part to evaluate on; "
                              "give --data.split.by hash, or files with --data.test_files")
-    with tempfile.TemporaryDirectory(prefix="hpc_ctr-evaluate-", dir=config.storage.dir or None) as scratch:
-        with Job(config, session, test.num_dense, [f.name for f in test.fields], Path(scratch)) as job:
-            with Bar("reading rows", session.is_root) as bar:
-                _restore(job, folder, manifest, resume_training=False, progress=bar.update)
-            return evaluate_job(job, test).summary()
+    with ExitStack() as held:
+        scratch = ""
+        with mpi.together(comm):
+            place = make_outside(config)
+            scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="hpc_ctr-evaluate-", dir=place))
+        job = held.enter_context(Job(config, session, test.num_dense, [f.name for f in test.fields], Path(scratch)))
+        with Bar("reading rows", session.is_root) as bar:
+            _restore(job, folder, manifest, resume_training=False, progress=bar.update)
+        stats = evaluate_job(job, test)
+    if not stats.samples:
+        raise DataError("the test part holds no row, so there is nothing to evaluate on; look at data.split and "
+                        "data.test_files")
+    return stats.summary()
 
 
 def train_batches(config: dict[str, Any], batches: list[Batch], num_dense: int, fields: list[Any],
@@ -150,13 +164,14 @@ class TrainResult:
 class _Run:
     """One training run: the loop with its metrics, checkpoints and summary around it."""
 
-    def __init__(self, job: Job, source: Any, test: Any, root: Path, log: MetricsLog | None, line: ProgressLine):
+    def __init__(self, job: Job, source: Any, test: Any, root: Path, folder: RunFolder | None, line: ProgressLine):
         self.job = job
         self.config = job.config
         self.source = source
         self.test = test
         self.root = root
-        self.log = log
+        self.folder = folder  # on rank 0
+        self.log: MetricsLog | None = None
         self.line = line
         self.progress = Progress()
         self.seconds = 0.0
@@ -183,10 +198,16 @@ class _Run:
         feed = Feed(self.source, self.config.data.epochs, comm, job.tables, job.pass_budget, epoch, state)
         self.feed = feed
         try:
+            with mpi.together(comm):
+                self._begin(start)  # all checks are behind us: from here on the folder is that of this job
             done = run(job, feed, self.progress, self._each_pass, self.line.step)
         finally:
             feed.close()
         self._flush_window()
+        if not self.progress.samples:
+            read = feed.bad_rows().total
+            raise DataError(f"there was no row to train on: {read:,} rows were read, and all of them are bad or in the "
+                            "test part; look at data.files and data.split")
         if not done:
             self._save(finished=False)
             self.line.say("stopped by a signal; a checkpoint is written: continue with --resume auto")
@@ -197,6 +218,16 @@ class _Run:
         job.drop_stores()
         return EXIT_DONE
 
+    def _begin(self, start: tuple[Path, Manifest] | None) -> None:
+        if self.folder:
+            self.folder.begin(job_file.to_dict(self.config))
+            self.log = MetricsLog(self.folder.path / "metrics.jsonl", start[1].step if start else 0)
+
+    def close(self) -> None:
+        """Close the log."""
+        if self.log:
+            self.log.close()
+
     def _is_finished(self, manifest: Manifest) -> bool:
         """Whether nothing is left to train, evaluate or report. Collective.
 
@@ -205,7 +236,7 @@ class _Run:
         """
         reached = manifest.finished and (manifest.epoch >= self.config.data.epochs
                                          or 0 < self.config.train.max_steps <= manifest.step)
-        reported = (Path(self.config.run_dir) / "summary.json").is_file() if self.log else False
+        reported = (self.folder.path / "summary.json").is_file() if self.folder else False
         return bool(self.job.session.comm.bcast(reported)) and reached
 
     def _each_pass(self, report: PassReport) -> None:
@@ -269,8 +300,12 @@ class _Run:
         stats = evaluate_job(self.job, self.test)
         if self.log:
             self.log.write("eval", self.progress.step, seconds=time.perf_counter() - begin, **stats.summary())
-        self.line.say(f"test at step {self.progress.step:,}: AUC {stats.auc():.4f}  logloss {stats.logloss():.4f}  "
-                      f"calibration {stats.calibration():.3f}  ({stats.samples:,} samples)")
+        if stats.samples:
+            self.line.say(f"test at step {self.progress.step:,}: AUC {stats.auc():.4f}  logloss {stats.logloss():.4f}  "
+                          f"calibration {stats.calibration():.3f}  ({stats.samples:,} samples)")
+        else:
+            self.line.say("the test part holds no row, so there are no test metrics; look at data.split and "
+                          "data.test_files")
         return stats
 
     def _save(self, finished: bool) -> None:
@@ -337,6 +372,31 @@ class _Run:
             "unmatched_rows": bad.unmatched, "peak_rss_bytes": max(rss),
             "device": str(job.device), "torch": torch.__version__}
         write_summary(Path(self.config.run_dir), summary)
+
+
+def _hold_folders(held: ExitStack, config: Config, root: Path, start: tuple[Path, Manifest] | None,
+                  resume: str) -> RunFolder:
+    """The run folder, for this job alone until ``held`` closes, and with it the folder of checkpoints.
+
+    A checkpoint of another run starts a new one. Raises UsageError when either folder is another run's.
+    """
+    run_dir = Path(config.run_dir)
+    inside = root.resolve().is_relative_to(run_dir.resolve())
+    own = [root.resolve(), run_dir.resolve()]
+    continuing = bool(resume) and (start is None or any(start[0].resolve().is_relative_to(place) for place in own))
+    earlier = earlier_checkpoint_dir(run_dir)
+    folder = RunFolder(run_dir, config.overwrite, continuing)
+    held.callback(folder.close)
+    if inside:
+        return folder
+    held.callback(FolderLock(root, "checkpoint.dir").close)
+    others = [] if continuing else complete(root)
+    if others and not (config.overwrite and earlier == root.resolve()):
+        raise UsageError(f"checkpoint.dir: {root} holds the checkpoints of another run, which would be removed; name "
+                         "another folder, or continue that run with --resume auto")
+    for each in others:
+        shutil.rmtree(each)
+    return folder
 
 
 def _find_start(root: Path, resume: str) -> tuple[Path, Manifest] | None:

@@ -19,6 +19,7 @@ from hpc_ctr.optim.options import DenseOptions, MergeOptions
 from hpc_ctr.storage.lifecycle import LifecycleOptions
 from hpc_ctr.storage.tiered import StorageOptions
 from hpc_ctr.train.options import CheckpointOptions, EvalOptions, ModelOptions, TrainOptions
+from hpc_ctr.units import LARGEST
 
 
 @dataclass
@@ -44,6 +45,27 @@ class Config:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML where a name that stands twice is an error, and not silently the second, and so is a loop of aliases."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent) and node.end_mark is None:
+            raise yaml.MarkedYAMLError(problem=f"*{event.anchor} stands inside of what it stands for",
+                                       problem_mark=event.start_mark)
+        return node
+
+
 def load(path: str | os.PathLike[str], overrides: dict[str, str] | None = None) -> Config:
     """Read a job file, apply dotted overrides ({"merge.k": "20"}, values parsed as YAML), check everything.
 
@@ -56,11 +78,12 @@ def load(path: str | os.PathLike[str], overrides: dict[str, str] | None = None) 
         raise UsageError(f"job file {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
                          "give the path of a YAML job file") from error
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UsageError(f"{where}: not valid YAML ({getattr(error, 'problem', error)})") from error
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        raise UsageError(f"{where}: not valid YAML ({problem})") from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -106,6 +129,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Limits that concern one setting or several together. Raises UsageError."""
+    if not config.run_dir:
+        raise UsageError("run_dir: no folder is named")
+    config.run_dir = os.path.expanduser(config.run_dir)
+    config.checkpoint.dir = os.path.expanduser(config.checkpoint.dir)
     _one_of("device", config.device, ("auto", "cpu", "cuda"))
     _one_of("dtype", config.dtype, ("float32", "float64"))
     _one_of("precision", config.precision, ("float32", "bfloat16"))
@@ -143,6 +170,8 @@ def _build(cls: type, tree: Any, prefix: str) -> Any:
 
 def coerce(name: str, value: Any, hint: Any) -> Any:
     """``value`` as the type ``hint``; ints pass as floats, nothing else is bent. Raises UsageError naming ``name``."""
+    if isinstance(value, int) and abs(value) > LARGEST and hint is not float:
+        raise UsageError(f"{name}: {value} is too large; a whole number must be below 2^63")
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(hint):
@@ -171,6 +200,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     elif isinstance(value, hint):
+        if hint is str and "\0" in value:
+            raise UsageError(f"{name}: {value!r} holds a null character, which no name can; remove it")
         return value
     raise UsageError(f"{name}: {value!r} is not {_type_name(hint)}")
 

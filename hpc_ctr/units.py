@@ -4,6 +4,7 @@ import re
 
 from hpc_ctr.errors import UsageError
 
+LARGEST = 2**63 - 1  # of whole numbers in a job file: what machines and libraries count with
 _FACTORS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20,
             "g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
 
@@ -22,6 +23,8 @@ def parse_bytes(text: str | int, setting: str = "size") -> int:
         value = int(float(match[1]) * _FACTORS[match[2].lower()])
     if value <= 0:
         raise UsageError(f"{setting}: {text!r} must be more than zero bytes")
+    if value > LARGEST:
+        raise UsageError(f"{setting}: {text!r} is more than any machine has; write it like 512MiB or 2GB")
     return value
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from data_common import ONE, read_all, write_rows
 
+from hpc_ctr.data.blocks import find_file
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.data.schema import CategoricalColumn, DenseColumn, Label, Schema
 from hpc_ctr.data.source import field_names, open_source
@@ -31,6 +32,8 @@ REC = {"format": "recbole", "schema": {"label": "r > 3", "categorical": ["u"]}}
     ({"deal": "card"}, "data.deal: 'card' is not one of block, batch"),
     ({"max_bad_share": 2}, "data.max_bad_share: 2 must be a number from 0 to 1"),
     ({"max_bad_reported": 0}, "data.max_bad_reported: 0"),
+    ({"max_bad_share": "1e"}, "data.max_bad_share: '1e' must be a number"),
+    ({"batch_size": 10**30}, "data.batch_size: 10+ must be a whole number .* below 2\\^63"),
     ({"split": "time"}, "data.split: 'time' must be a mapping"),
     ({"split": {"bye": "time"}}, r"data.split.bye: there is no such setting \(known: by, test\); did you mean 'by'"),
     ({"split": {"by": "tme"}}, r"data.split.by: 'tme' is not one of .*did you mean 'time'\?"),
@@ -90,6 +93,11 @@ def test_entries_of_columns() -> None:
         assert Label("x", operator, 2).apply(np.array([1.0, 2.0, 3.0])).tolist() == wanted
 
 
+def test_numbers_that_yaml_takes_for_text() -> None:
+    options = DataOptions.from_dict({"files": ["a"], "max_bad_share": "1e-3", "split": {"by": "hash", "test": "1e-1"}})
+    assert (options.max_bad_share, options.split.test) == (1e-3, 0.1)
+
+
 def test_to_dict_and_back() -> None:
     options = DataOptions.from_dict({
         "format": "recbole", "files": ["a"], "user_file": "u", "split": {"by": "time", "test": 0.1}, "shuffle": False,
@@ -119,6 +127,14 @@ def test_names_and_patterns_of_files(tmp_path: Path, monkeypatch) -> None:
         rows([str(tmp_path)])
     with pytest.raises(UsageError, match="is named twice"):
         rows([str(tmp_path / "part-*.tsv"), str(tmp_path / "part-1.tsv")])
+    (tmp_path / "link").symlink_to(tmp_path / "part-1.tsv")
+    (tmp_path / "broken").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="link' is named twice"):
+        rows([str(tmp_path / "part-1.tsv"), str(tmp_path / "link")])
+    with pytest.raises(UsageError, match="broken' is not a regular file"):
+        rows([str(tmp_path / "broken")])
+    with pytest.raises(UsageError, match=r"data.user_file: .* matches 3 files, .*part-0.tsv and .*part-1.tsv among them"):
+        find_file(str(tmp_path / "part-*.tsv"), "data.user_file")
     (tmp_path / "empty.tsv").write_text("")
     with pytest.raises(UsageError, match=r"data.files: the files hold no rows"):
         rows([str(tmp_path / "empty.tsv")])

@@ -56,6 +56,12 @@ def test_plan_of_a_job(job, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing is made
 
 
+def test_data_that_does_not_fit_the_job(job):
+    code, out = doctor(job, "--data.format", "criteo", "--data.schema", "null")
+    assert code == 1
+    assert "WRONG: data.files: a.inter has 3 columns" in out and "data.schema" in out
+
+
 def test_more_memory_than_there_is(job):
     code, out = doctor(job, "--storage.host_budget", "900TiB")
     assert code == 1

@@ -11,6 +11,7 @@ import torch
 from hpc_ctr import models
 from hpc_ctr.errors import UsageError
 from hpc_ctr.models import ModelSpec, TableSpec
+from hpc_ctr.train.step import _check_logits
 
 D, B = 3, 7
 
@@ -268,6 +269,42 @@ def test_an_error_in_the_users_module_is_one_sentence(tmp_path, monkeypatch):
         models.build("broken_tower:Net", spec())
     assert str(error.value) == ("model.name: broken_tower:Net cannot be imported: RuntimeError: first line "
                                 "second line")
+
+
+NO_SPEC = """
+import torch
+
+class Bare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+
+class Lazy(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.last = torch.nn.LazyLinear(1)
+"""
+
+
+@pytest.mark.parametrize("text, name, message", [
+    (NO_SPEC, "Bare", "must take the ModelSpec first"), (NO_SPEC, "Lazy", "last.weight of .* has no shape yet"),
+    ("raise SystemExit(4)", "Net", "cannot be imported: SystemExit: 4")])
+def test_a_module_that_cannot_be_used_is_one_sentence(text, name, message, tmp_path, monkeypatch):
+    (tmp_path / "odd_tower.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_tower", raising=False)
+    with pytest.raises(UsageError, match=message):
+        models.build(f"odd_tower:{name}", spec())
+
+
+@pytest.mark.parametrize("out, wrong", [
+    (None, "a NoneType"), ((torch.zeros(3), 1), "a tuple"), (torch.zeros(3, 1), r"shape \[3, 1\]"),
+    (torch.zeros(()), r"shape \[\]"), (torch.zeros(3, dtype=torch.int64), "torch.int64"),
+    (torch.zeros(3), "no gradient flows")])
+def test_what_is_no_logits_is_named(out, wrong):
+    with pytest.raises(UsageError, match=f"model.name: Linear.forward gives .*{wrong}.* for 3 samples"):
+        _check_logits(out, torch.nn.Linear(1, 1), 3)
+    with torch.no_grad():
+        _check_logits(torch.zeros(3), torch.nn.Linear(1, 1), 3)
 
 
 def test_deepfm_learns_a_product_of_two_fields():

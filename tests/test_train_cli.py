@@ -1,6 +1,7 @@
 """What surrounds training: signals, run folders, precision, losses that are not finite, several tables."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,10 @@ from accept_cli import (
     write_criteo,
     write_job,
 )
+
+from hpc_ctr.cli.main import _run as run_command
+from hpc_ctr.errors import DataError, UsageError
+from hpc_ctr.report.run_folder import FolderLock
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,66 @@ def test_a_run_folder_is_not_overwritten_unasked(clicks, tmp_path):
     (stranger / "thesis.txt").write_text("years of work")
     refused = hpc_ctr("train", job, "--run_dir", stranger, "--overwrite", "true")
     assert refused.returncode == 2 and (stranger / "thesis.txt").exists()
+
+
+def here(*args) -> int:
+    """The command on one rank, inside this process: quicker, and its errors come out as they are."""
+    return run_command([str(arg) for arg in args])
+
+
+def refused(*args) -> str:
+    """The sentence with which the command refuses."""
+    with pytest.raises(UsageError) as error:
+        here(*args)
+    return str(error.value)
+
+
+def test_a_start_that_fails_leaves_the_earlier_run_alone(clicks, tmp_path):
+    job = write_job(tmp_path / "job.yaml", base_job(tmp_path, clicks, train={"max_steps": 3}))
+    wrong = ("--model.name", "dnn", "--model.hidden", "many")
+    for _ in range(2):  # the second time the folder of the first is no run that would have to be overwritten
+        assert "model.hidden" in refused("train", job, *wrong)
+    assert here("train", job, "--seed", 2**63 - 1) == 0
+    before = {each: each.read_bytes() for each in (tmp_path / "run").iterdir() if each.is_file()}
+    assert {each.name for each in before} == {"config.yaml", "metrics.jsonl", "summary.json"}
+    longer = ("--resume", "auto", "--train.max_steps", "6", "--seed", 2**63 - 1)
+    assert "model.hidden" in refused("train", job, "--overwrite", "true", *wrong)
+    assert "embedding" in refused("train", job, *longer, "--embedding.dim", "8")
+    assert "data" in refused("train", job, *longer, "--data.shuffle", "false")
+    assert {each: each.read_bytes() for each in before} == before
+
+
+def test_two_runs_do_not_share_a_folder(clicks, tmp_path):
+    """Neither the run folder of one that has not ended, nor the checkpoints of another."""
+    shared = tmp_path / "shared"
+    job = write_job(tmp_path / "job.yaml", base_job(tmp_path, clicks, train={"max_steps": 3},
+                                                    checkpoint={"dir": str(shared), "every_passes": 1}))
+    for taken in (tmp_path / "run", shared):
+        lock = FolderLock(taken, "")
+        for how in (("--overwrite", "true"), ("--resume", "auto")):
+            assert f"has not ended writes into {taken}" in refused("train", job, *how)
+        lock.close()
+    assert here("train", job) == 0
+    assert "checkpoint.dir" in refused("train", job, "--run_dir", tmp_path / "other", "--overwrite", "true")
+    elsewhere = ("--resume", shared, "--checkpoint.dir", tmp_path / "new")
+    (tmp_path / "other" / "config.yaml").write_text("")
+    assert "already holds a run" in refused("train", job, *elsewhere, "--run_dir", tmp_path / "other")
+    assert [each.parent.name for each in shared.rglob("DONE")] == ["step-000000003"]
+    assert here("train", job, "--overwrite", "true", "--train.max_steps", "2") == 0
+    assert [each.parent.name for each in shared.rglob("DONE")] == ["step-000000002"]
+
+
+def test_nothing_to_train_or_to_test_on_is_said(clicks, tmp_path, capsys):
+    job = write_job(tmp_path / "job.yaml", base_job(tmp_path, clicks, storage={"dir": str(tmp_path / "ssd" / "deep")}))
+    with pytest.raises(DataError, match="no row to train on: 3,000 rows"):
+        here("train", job, "--data.split.test", "0.9999999")
+    few = ("--train.max_steps", "2", "--overwrite", "true", "--data.split.test", "1e-7")
+    assert here("train", job, *few) == 0
+    told = capsys.readouterr().err
+    assert "no test metrics" in told and "nan" not in told.splitlines()[-1]
+    shutil.rmtree(tmp_path / "ssd")  # another machine has none of it
+    with pytest.raises(DataError, match="nothing to evaluate"):
+        here("evaluate", tmp_path / "run")
 
 
 def test_bfloat16_autocast_trains_about_as_well(clicks, tmp_path):

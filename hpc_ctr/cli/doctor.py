@@ -9,15 +9,16 @@ from typing import Any
 
 from hpc_ctr.cluster import cpus, disks, launch
 from hpc_ctr.cluster.memory import memory
-from hpc_ctr.errors import EXIT_DONE, EXIT_FAILED
+from hpc_ctr.errors import EXIT_DONE, EXIT_FAILED, HpcCtrError
 from hpc_ctr.units import format_bytes
 
 EXAMPLES = """
 this machine:        hpc-ctr doctor
 a job before it runs: mpirun -n 4 hpc-ctr doctor job.yaml --storage.host_budget 2GiB
 
-Start it as the job will be started: it shows how the ranks see each other and where they are bound. Exit codes: 0 all
-is well, 1 something is wrong (the last lines say what and what to do), 2 the job file is wrong.
+Start it as the job will be started: it shows how the ranks see each other and where they are bound, and looks for the
+job's data. Exit codes: 0 all is well, 1 something is wrong (the last lines say what and what to do), 2 the job file is
+wrong.
 """
 
 
@@ -166,10 +167,24 @@ def _facts(rank: int, config: Any) -> Facts:
                                "a local SSD")
         if setting == "storage.dir" and disk.is_memory:
             facts.notes.append(f"storage.dir: {path} is on {disk.filesystem}: what sinks there stays in memory")
+    if config is not None:
+        facts.problems += _data_problems(config)
     if len(numa) > 1:
         facts.notes.append(f"ranks run on CPUs of {len(numa)} NUMA nodes each; one rank a node is faster "
                            "(mpirun --map-by ppr:1:numa, or Slurm's --hint=nomultithread with a task a NUMA node)")
     return facts
+
+
+def _data_problems(config: Any) -> list[str]:
+    """What is wrong with the data as this rank finds it: files, headers, columns. Reads no row."""
+    from hpc_ctr.data.source import Source
+
+    try:
+        for part in ("train", "test") if config.data.split.by == "files" else ("train",):
+            Source(config.data, config.seed, part, 0, 1)
+    except HpcCtrError as error:
+        return [str(error)]
+    return []
 
 
 def _folders(config: Any) -> list[tuple[str, str]]:

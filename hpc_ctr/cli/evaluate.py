@@ -1,7 +1,6 @@
 """hpc-ctr evaluate: metrics of a checkpoint on the job's test data."""
 
 import argparse
-import json
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -18,12 +17,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     from hpc_ctr import api
     from hpc_ctr.cluster.launch import start_job
-    from hpc_ctr.report.run_folder import write_json
+    from hpc_ctr.comm.session import together
+    from hpc_ctr.report.run_folder import to_json, write_json
 
     session = start_job()
     metrics = api.evaluate(args.where, args.overrides, session)
     if session.is_root:
-        print(json.dumps(metrics, indent=1))
-        if args.json:
+        print(to_json(metrics))
+    with together(session.comm):
+        if session.is_root and args.json:
             write_json(args.json, metrics)
     return 0

@@ -75,6 +75,7 @@ def find_files(patterns: Sequence[str], setting: str, base_dir: str = "") -> lis
     What is not found from the working directory is looked up below ``base_dir``. Raises UsageError.
     """
     paths: list[str] = []
+    known: set[str] = set()
     for pattern in patterns:
         places = [os.path.expanduser(pattern)]
         if base_dir and not os.path.isabs(places[0]):
@@ -84,12 +85,25 @@ def find_files(patterns: Sequence[str], setting: str, base_dir: str = "") -> lis
             what = "no file matches" if glob.has_magic(pattern) else "there is no file"
             raise UsageError(f"{setting}: {what} {' or '.join(map(repr, places))}")
         for path in found:
-            if not os.path.isfile(path):
+            if os.path.isdir(path):
                 raise UsageError(f"{setting}: {path!r} is not a file; name the files, for example {path}/*.tsv")
-            if path in paths:
+            if not os.path.isfile(path):
+                raise UsageError(f"{setting}: {path!r} is not a regular file, and files are read more than once; give "
+                                 "the path of one on a disk")
+            if os.path.realpath(path) in known:
                 raise UsageError(f"{setting}: {path!r} is named twice, and its rows would be read twice")
             paths.append(path)
+            known.add(os.path.realpath(path))
     return paths
+
+
+def find_file(pattern: str, setting: str, base_dir: str = "") -> str:
+    """As ``find_files``, for a setting that names one file. Raises UsageError."""
+    found = find_files([pattern], setting, base_dir)
+    if len(found) > 1:
+        raise UsageError(f"{setting}: {pattern!r} matches {len(found)} files, {found[0]} and {found[1]} among them; name "
+                         "one")
+    return found[0]
 
 
 def _matches(pattern: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The job file's section ``data``."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -7,19 +8,24 @@ from typing import Any
 from hpc_ctr.data.blocks import MAX_TEXT
 from hpc_ctr.data.schema import Schema, check_choice, check_keys
 from hpc_ctr.errors import UsageError
-from hpc_ctr.units import parse_bytes
+from hpc_ctr.units import LARGEST, parse_bytes
 
 FORMATS = ("criteo", "recbole")
 SPLITS = ("none", "time", "hash", "files")
 DEALS = ("block", "batch")
 
 
-def _number(value: Any, kind: type, setting: str, low: float, high: float = float("inf")) -> None:
+def _number(value: Any, kind: type, setting: str, low: float, high: float = float("inf")) -> Any:
+    """``value``; a number that YAML 1.1 takes for text, such as 1e-3, as the number. Raises UsageError."""
     names = {int: "a whole number", float: "a number"}
+    if kind is float and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
     good = isinstance(value, kind if kind is int else (int, float)) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        span = f"from {low:g} to {high:g}" if high < float("inf") else f"of at least {low:g}"
+    if not good or not low <= value <= min(high, LARGEST):
+        span = f"from {low:g} to {high:g}" if high < float("inf") else f"of at least {low:g} and below 2^63"
         raise UsageError(f"{setting}: {value!r} must be {names[kind]} {span}")
+    return value
 
 
 def _texts(value: Any, setting: str) -> list[str]:
@@ -44,7 +50,7 @@ class SplitOptions:
     def validate(self, setting: str = "data.split") -> None:
         """Raises UsageError."""
         check_choice(self.by, SPLITS, f"{setting}.by")
-        _number(self.test, float, f"{setting}.test", 0.0, 1.0)
+        self.test = _number(self.test, float, f"{setting}.test", 0.0, 1.0)
         if self.by in ("time", "hash") and not 0.0 < self.test < 1.0:
             raise UsageError(f"{setting}.test: {self.test!r} must lie between 0 and 1, for example 0.2")
 
@@ -113,7 +119,7 @@ class DataOptions:
         for name in ("batch_size", "epochs", "shuffle_blocks"):
             _number(getattr(self, name), int, f"{setting}.{name}", 1)
         _number(self.max_bad_reported, int, f"{setting}.max_bad_reported", 1)
-        _number(self.max_bad_share, float, f"{setting}.max_bad_share", 0, 1)
+        self.max_bad_share = _number(self.max_bad_share, float, f"{setting}.max_bad_share", 0, 1)
         if not isinstance(self.shuffle, bool):
             raise UsageError(f"{setting}.shuffle: {self.shuffle!r} must be true or false")
         check_choice(self.deal, DEALS, f"{setting}.deal")

@@ -67,7 +67,7 @@ class Source:
         options = self.options
         if options.format == "criteo":
             return CriteoReader(options.schema)
-        sides = [block_io.find_files([p], f"data.{which}_file", options.base_dir)[0] if p else ""
+        sides = [block_io.find_file(p, f"data.{which}_file", options.base_dir) if p else ""
                  for which, p in (("user", options.user_file), ("item", options.item_file))]
         return RecboleReader(options.schema, path, *sides, time=self._by == "time")
 

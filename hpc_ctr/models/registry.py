@@ -64,7 +64,12 @@ def build(name: str, spec: ModelSpec, options: dict[str, Any] | None = None) -> 
     cls = resolve(name)
     options = dict(options or {})
     _check_options(name, cls, options)
-    return cls(spec, **options).to(spec.dtype)
+    model = cls(spec, **options)
+    for parameter, value in model.named_parameters():
+        if isinstance(value, nn.parameter.UninitializedParameter):
+            raise UsageError(f"model.name: parameter {parameter} of {name} has no shape yet; a lazy module cannot be "
+                             "used, since its parameters are made before there is data: give the sizes")
+    return model.to(spec.dtype)
 
 
 def option_names(name: str) -> list[str]:
@@ -74,13 +79,17 @@ def option_names(name: str) -> list[str]:
 
 
 def _check_options(name: str, cls: type[nn.Module], options: dict[str, Any]) -> None:
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
+    parameters = list(inspect.signature(cls.__init__).parameters.values())
+    if len(parameters) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise UsageError(f"model.name: the constructor of {name} takes nothing; it must take the ModelSpec first: "
+                         "def __init__(self, spec)")
+    parameters = parameters[2:]
     known = option_names(name)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for option in options:
             if option in known:
                 continue
-            near = difflib.get_close_matches(option, known, 1, 0.5)
+            near = difflib.get_close_matches(str(option), known, 1, 0.5)
             hint = (f"did you mean model.{near[0]}?" if near
                     else f"it takes {', '.join('model.' + other for other in known) or 'none'}")
             raise UsageError(f"model.{option}: model {name} has no such option; {hint}")
@@ -96,6 +105,6 @@ def _import(name: str, module_name: str) -> Any:
         sys.path.insert(0, folder)  # an installed console script does not look where the user stands
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise UsageError(f"model.name: {name} cannot be imported: {type(error).__name__}: {text}") from error

@@ -25,7 +25,7 @@ class FlatParameters:
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         self.params = trainable = [p for p in params if p.requires_grad]
         if not trainable:
-            raise UsageError("the model has no trainable dense parameters")
+            raise UsageError("the model has no trainable dense parameters; it needs at least one, such as a bias")
         kinds = {(p.dtype, p.device) for p in trainable}
         if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))

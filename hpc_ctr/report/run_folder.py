@@ -1,9 +1,12 @@
 """The run folder: config.yaml, metrics.jsonl, summary.json. Written by rank 0 alone."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +15,91 @@ import yaml
 from hpc_ctr.errors import UsageError
 
 
-def create(path: Path, config: dict[str, Any], overwrite: bool, resuming: bool) -> None:
-    """Make the folder and write the resolved job into it.
+class RunFolder:
+    """The folder of one run, held from ``__init__`` to ``close``: no second run may write into it meanwhile.
 
-    Raises UsageError when a run is there already and neither ``overwrite`` nor ``resuming`` says what to do with it.
+    Nothing that an earlier run left is touched before ``clear`` and ``begin``, which come when the job is known to start.
     """
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"run_dir: {path} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()) and not resuming:
-        if not overwrite:
-            raise UsageError(f"run_dir: {path} already holds a run; choose another folder, continue with --resume auto, "
-                             "or replace it with --overwrite true")
-        if not (path / "config.yaml").is_file():
-            raise UsageError(f"run_dir: {path} is not empty and holds no run, so it is not overwritten; "
+
+    def __init__(self, path: Path, overwrite: bool, continuing: bool):
+        """Make the folder. Raises UsageError when it cannot be used, is in use, or holds a run and neither ``overwrite``
+        nor ``continuing`` says what to do with it."""
+        self.path = path
+        self._overwrite = overwrite and not continuing
+        if os.path.isfile(path):
+            raise UsageError(f"run_dir: {path} is a file; name a folder")
+        self._lock = FolderLock(path, "run_dir")
+        try:
+            self._check(continuing)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, continuing: bool) -> None:
+        # a store alone is that of a start that failed
+        if continuing or all(each.name == "store" for each in self._left()):
+            return
+        if not self._overwrite:
+            raise UsageError(f"run_dir: {self.path} already holds a run; choose another folder, continue with --resume "
+                             "auto, or replace it with --overwrite true")
+        if not (self.path / "config.yaml").is_file():
+            raise UsageError(f"run_dir: {self.path} is not empty and holds no run, so it is not overwritten; "
                              "choose another folder")
-        shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
-    _replace(path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+    def _left(self) -> list[Path]:
+        """What others left here."""
+        return [each for each in self.path.iterdir() if each.name != FolderLock.NAME]
+
+    def clear(self) -> None:
+        """Remove the run that is to be replaced, if there is one."""
+        for each in self._left() if self._overwrite else []:
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Write the resolved job into the folder."""
+        _replace(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
+
+
+class FolderLock:
+    """A folder is this process's alone until ``close`` or the process's end. ``setting`` is what named it."""
+
+    NAME = "run.lock"
+
+    def __init__(self, folder: Path, setting: str):
+        """Make the folder if need be. Raises UsageError when it cannot be made or another process has it."""
+        self._file = folder / self.NAME
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"{setting}: {folder} cannot be used: {error.strerror or error}; name a folder where you "
+                             "may write") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise UsageError(f"{setting}: another run that has not ended writes into {folder}; wait for it, end it, or "
+                             "name another folder") from error
+        except OSError:
+            pass  # a file system without locks
+
+    def close(self) -> None:
+        """Give it back, without a trace."""
+        self._file.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def earlier_checkpoint_dir(path: Path) -> Path | None:
+    """checkpoint.dir of the run that a folder holds, where its job named one."""
+    try:
+        tree = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        return Path(tree["checkpoint"]["dir"]).resolve() if tree["checkpoint"]["dir"] else None
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
 
 
 class MetricsLog:
@@ -50,12 +121,14 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a line and hand it to the system at once."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **_clean(values)}) + "\n")
-        self._file.flush()
+        with _naming(self._path):
+            self._file.write(json.dumps({"kind": kind, "step": step, **_clean(values)}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # every line was flushed; what a full disk refused has been told
+            self._file.close()
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -84,10 +157,25 @@ def _clean(value: Any) -> Any:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with _naming(path):
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A failed write does not say of which file: an OSError that leaves this block does."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def to_json(value: dict[str, Any]) -> str:
+    """JSON for people; NaN becomes null."""
+    return json.dumps(_clean(value), indent=1)
 
 
 def write_json(path: str | Path, value: dict[str, Any]) -> None:
     """A JSON file, by rename; NaN becomes null."""
-    _replace(Path(path), json.dumps(_clean(value), indent=1) + "\n")
+    _replace(Path(path), to_json(value) + "\n")

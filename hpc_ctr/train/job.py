@@ -1,5 +1,6 @@
 """Everything a running job holds: model, optimizer, tables, stores, replicas, counters."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -57,7 +58,7 @@ class Job:
         self.model = models.build(name, spec, config.model.options).to(self.device, self.dtype)
         self.allreduce = make_allreduce(config.merge.backend, session.comm)
         self.optimizer = make_dense_optimizer(self.model.parameters(), config.dense, config.merge, self.allreduce)
-        torch.manual_seed(config.seed * 1_000_003 + session.rank)  # dropout and the like differ between ranks
+        torch.manual_seed((config.seed * 1_000_003 + session.rank) % 2**63)  # dropout and the like differ between ranks
 
         self.store_dir = store_dir
         self.stores: list[TieredStore] = []
@@ -74,6 +75,7 @@ class Job:
         """
         rank, size = self.session.rank, self.session.size
         with together(self.session.comm):
+            make_outside(self.config)
             for number, table in enumerate(self.tables):
                 directory = str(self.store_dir / table.name)
                 layout = table.layout
@@ -98,6 +100,8 @@ class Job:
         for store in self.stores:
             store.close()
         shutil.rmtree(self.store_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the last rank of a node finds it empty
+            self.store_dir.parent.rmdir()
 
     def tier_counters(self) -> dict[str, int]:
         """Counters of this rank's stores and of their lifecycle, and their rows, summed over tables."""
@@ -161,4 +165,21 @@ def default_store_dir(config: Any) -> Path:
         return Path(config.run_dir) / "store"
     run = Path(config.run_dir).resolve()
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
-    return Path(os.path.expandvars(outside)).expanduser() / f"hpc_ctr-{run.name}-{digest}"
+    return _expanded(outside) / f"hpc_ctr-{run.name}-{digest}"
+
+
+def make_outside(config: Any) -> Path | None:
+    """storage.dir, made where it is missing; None where the job names none. Raises UsageError."""
+    if not config.storage.dir:
+        return None
+    path = _expanded(config.storage.dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"storage.dir: {path} cannot be made: {error.strerror or error}; name a folder on a local disk "
+                         "where you may write") from error
+    return path
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()

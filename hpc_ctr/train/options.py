@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from hpc_ctr.errors import UsageError
 
+MOST_THREADS = 1024
+
 
 @dataclass
 class ModelOptions:
@@ -39,6 +41,8 @@ class TrainOptions:
     def check(self) -> None:
         """Raises UsageError naming the setting."""
         _at_least("train", self, batches_per_pass=1, max_steps=0, log_every=1, threads=1)
+        if self.threads > MOST_THREADS:  # torch starts them all, until the node can start nothing else
+            raise UsageError(f"train.threads: must be at most {MOST_THREADS}, not {self.threads}")
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hpc_ctr.data.batch import Batch
 from hpc_ctr.embedding.device_table import pool
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.embedding.working_set import Bags
+from hpc_ctr.errors import UsageError
 from hpc_ctr.exchange.pass_rows import PassRows
 
 
@@ -26,7 +27,25 @@ def forward(model: torch.nn.Module, tables: list[Table], batch: Batch, values: l
         first = firsts[0] if len(tables) == 1 else _in_schema_order(firsts, tables)
     dense = torch.from_numpy(batch.dense).to(device, dtype)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        return model(dense, tuple(vectors), first).to(dtype)
+        out = model(dense, tuple(vectors), first)
+    _check_logits(out, model, batch.size)
+    return out.to(dtype)
+
+
+def _check_logits(out: Any, model: torch.nn.Module, size: int) -> None:
+    """Raises UsageError for what a user's module gives in place of logits; torch's own words lead nowhere."""
+    wrong = ""
+    if not isinstance(out, torch.Tensor):
+        wrong = f"a {type(out).__name__}"
+    elif not out.is_floating_point():
+        wrong = f"numbers of type {out.dtype}"
+    elif out.shape != (size,):
+        wrong = f"a tensor of shape {list(out.shape)}"
+    elif torch.is_grad_enabled() and not out.requires_grad:
+        wrong = "a tensor that no gradient flows through"
+    if wrong:
+        raise UsageError(f"model.name: {type(model).__name__}.forward gives {wrong} for {size} samples; it must give one "
+                         "logit a sample: floats of shape [B], computed from the parameters")
 
 
 def train_step(model: torch.nn.Module, optimizer: Any, pass_rows: list[PassRows], batch: Batch, samples: np.ndarray,
