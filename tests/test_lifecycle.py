@@ -130,7 +130,7 @@ def exact(result) -> list:
 def test_pass_length_and_host_budget_change_no_bit():
     comm, s = MPI.COMM_WORLD, Setting(dtype="float32")
     rng = np.random.default_rng(comm.rank)
-    mine = [random_batch(rng, int(rng.integers(1, 7)), fields=MANY) for _ in range(90 - comm.rank)]
+    mine = [random_batch(rng, int(rng.integers(1, 5)), fields=MANY) for _ in range(130 - comm.rank)]
     n = comm.size
     cases = [EVERYTHING | {"every": 40 * n, "ttl": 80 * n}, {"every": 40 * n, "ttl": 200 * n}]
     for options in cases if n == 1 else cases[:1]:
@@ -139,7 +139,7 @@ def test_pass_length_and_host_budget_change_no_bit():
         want = exact(trained(s, options, mine, comm))
         assert sum(comm.allgather(want[-1]["rows_deleted_score"] + want[-1]["rows_deleted_ttl"])) > 0
         for sections in ({"train": {"batches_per_pass": 2}},
-                         {"storage": {"host_budget": max(int(least / 0.75) + 100, 36_000)}}):
+                         {"storage": {"host_budget": max(int(least / 0.75) + 100, 60_000)}}):
             got = trained(s, options, mine, comm, **sections)
             assert comm.allgather(exact(got) == want) == [True] * comm.size, sections
         assert min(comm.allgather(got.tiers["cold_hits"])) > 0 or "count_filter" in options, "all rows fit into the cache"
