@@ -82,4 +82,5 @@ def _header(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    return value.decode() if isinstance(value, bytes) else value    # text of a fixed length
