@@ -117,7 +117,7 @@ def test_growth_on_two_ranks_starts_them_itself(tmp_path, capsys):
     results = Results()
     targets = bench_growth(results, options)
     assert results.median("growth", "100000_rows") > 0 and 0 < results.median("growth_miss_rate", "100000_rows") < 1
-    assert [value for _, value, _, _ in targets.lines] == [1.0]
+    assert [value for _, value, _, _ in targets.lines] == [pytest.approx(1.0)]
     assert "2 ranks" in capsys.readouterr().out and ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
