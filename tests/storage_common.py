@@ -1,17 +1,19 @@
 """What the tests of failing disks, crashes and damage share: rows whose contents follow from their key, and looking
 at what a store, its directory or a checkpoint holds."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import numpy as np
 
 from hpc_ctr.checkpoint import state
-from hpc_ctr.checkpoint.load import read_arrays, segment_files
+from hpc_ctr.checkpoint.load import segment_files
 from hpc_ctr.errors import UsageError
 from hpc_ctr.storage import manifest, recovery
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
 from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.storage.scan import read_whole
 from hpc_ctr.storage.segment import SegmentFile, live_rows
 from hpc_ctr.storage.tiered import budget_for
 
@@ -72,6 +74,10 @@ class OneRank:
 
     gather = allgather
 
+    def bcast(self, value):
+        """See MPI."""
+        return value
+
 
 def manifest_of(step):
     """A checkpoint's manifest for one rank with one table of LAYOUT."""
@@ -81,16 +87,16 @@ def manifest_of(step):
 def checkpoint_rows(folder):
     """Rows of a checkpoint; each of its segments is whole."""
     [[paths]] = segment_files(folder.parent, state.read_manifest(folder))
-    for path in paths:
-        with SegmentFile(path, LAYOUT) as file:
-            assert f"{file.digest()}.h5" == Path(path).name
+    with contextlib.ExitStack() as stack:
+        digests = read_whole([stack.enter_context(SegmentFile(path, LAYOUT)) for path in paths])
+    assert [f"{digest}.h5" for digest in digests] == [Path(path).name for path in paths]
     return together(live_rows(paths, layout=LAYOUT))
 
 
 def checkpoint_contents(root):
     """Step, arrays and rows of the checkpoint that ``find`` gives below ``root``, or None; all complete ones are
     whole."""
-    whole = {folder: (state.read_manifest(folder).step, read_arrays(folder, 0)["dense.x"].tolist(),
+    whole = {folder: (state.read_manifest(folder).step, state.read_arrays(folder, 0)["dense.x"].tolist(),
                       checkpoint_rows(folder)) for folder in state.complete(Path(root))}
     try:
         return whole[state.find(root)]

@@ -45,7 +45,7 @@ BUDGET = budget_for(LAYOUT, 70, 320)     # the cache holds about a third of the 
 def save_step(root, store, step, value):
     """A checkpoint of one table, of which the last alone is kept."""
     return save.save(Path(root) / "checkpoints", OneRank(), manifest_of(step), {"dense.x": np.full(40, value)},
-                     {"default": store}, keep=1)
+                     {"default": store}, keep=1).folder
 
 
 def opened(root):
@@ -243,8 +243,8 @@ def calls_beside_fs(source):
             found.append("open")
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner, name = node.value.id, node.attr
-            allowed_names = {"os": ("path", "SEEK_END"), "h5py": ("string_dtype",)}.get(owner)
-            if (allowed_names and name not in allowed_names) or (owner == "np" and name in ("save", "fromfile")):
+            harmless = {"os": ("path", "SEEK_END", "walk", "getpid", "sched_getaffinity"), "h5py": ("string_dtype",)}
+            if name not in harmless.get(owner, (name,)) or (owner == "np" and name in ("save", "fromfile")):
                 found.append(f"{owner}.{name}")
         if isinstance(node, ast.Attribute) and node.attr in changing and ast.unparse(node.value) != "fs":
             found.append(node.attr)
@@ -283,7 +283,7 @@ def test_power_fails_after_every_operation(recorded, tmp_path):
             disk.play(*recorded.operations[done - 1])
         for number, tree in enumerate(disk.states(rng, STATES)):
             check(recorded, done, looker(tree), f"state {number}")
-    assert len(looker.known) > 500
+    assert len(looker.known) > 300
 
 
 def go_on(root, rows, saved):

@@ -370,7 +370,7 @@ def test_reads_within_a_compaction(tmp_path, monkeypatch):
 
         # outside of a commit, that is: what a commit does is one step for those who read
         monkeypatch.setattr(fs, "probe", lambda operation, path: look("files") if path.endswith(".h5.tmp") else None)
-        store.on_move = lambda moved, locations: look("moves")
+        store.on_move = lambda moved, old, locations: look("moves")
         store.options = ColdStoreOptions(output_rows=200)
         store.compact()
         monkeypatch.setattr(fs, "probe", None)

@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import h5py
 import numpy as np
 
 from hpc_ctr.errors import StorageError
@@ -61,7 +60,7 @@ def describe_segment(path: str, rows: int) -> dict[str, Any]:
     """
     nbytes = fs.size(path)
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with fs.open_hdf5(path) as file:
             attributes = {name: _plain(value) for name, value in file.attrs.items()}
             datasets = {name: f"{list(part.shape)} {part.dtype}" for name, part in file.items()}
             first = file["rows"][:rows] if "rows" in file else []
@@ -74,7 +73,7 @@ def describe_segment(path: str, rows: int) -> dict[str, Any]:
 def _header(path: str) -> tuple[dict[str, Any], list[str]]:
     """Attributes of a segment, and its further columns."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with fs.open_hdf5(path) as file:
             names = [name for name in (*file["rows"].dtype.names, *file) if name not in _OF_EVERY_ROW and name != "rows"]
             return dict(file.attrs), names
     except Exception as error:
@@ -83,4 +82,4 @@ def _header(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _plain(value: Any) -> Any:
     value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-    return value.decode() if isinstance(value, bytes) else value    # text of a fixed length
+    return value.decode(errors="replace") if isinstance(value, bytes) else value    # text of a fixed length
