@@ -283,6 +283,16 @@ def test_damaged_arrays_of_a_rank(copied, damage):
     assert str(path) in complaint(evaluated, copied, kind=StorageError)
 
 
+def test_a_damaged_checkpoint_names_the_one_before_it(copied, clicks, tmp_path):
+    before = step_folder(copied, 3 * PASS)
+    (step_folder(copied, 4 * PASS) / "rank-0000.npz").write_bytes(b"junk")
+    said = complaint(evaluated, copied, kind=StorageError)
+    assert said.endswith(f"--resume {before}") and "pickle" not in said
+    (step_folder(copied, 4 * PASS) / "checkpoint.json").write_text("{")
+    assert complaint(evaluated, copied, kind=StorageError).endswith(f"--resume {before}")
+    assert 0 < evaluated(before)["auc"] < 1
+
+
 def test_without_done_a_folder_is_no_checkpoint(copied, clicks, tmp_path):
     last, before = step_folder(copied, 4 * PASS), step_folder(copied, 3 * PASS)
     (last / "DONE").unlink()

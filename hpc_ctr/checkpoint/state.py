@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
         _check_entries(manifest)
         return manifest
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise StorageError(f"{path}: cannot be read as a checkpoint ({error})") from error
+        raise StorageError(f"{path}: cannot be read as a checkpoint ({error}); {_remedy(folder)}") from error
 
 
 def read_arrays(folder: Path, rank: int) -> dict[str, np.ndarray]:
@@ -107,7 +107,15 @@ def read_arrays(folder: Path, rank: int) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
-        raise StorageError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+        # numpy's own words for this would have the user load anything at all
+        why = "it holds more than plain arrays" if "pickle" in str(error) else error
+        raise StorageError(f"{path}: cannot be read ({why}): the checkpoint is damaged; {_remedy(folder)}") from error
+
+
+def _remedy(folder: Path) -> str:
+    """What to do instead of reading a damaged checkpoint."""
+    earlier = [other for other in complete(folder.parent) if other.name < folder.name]
+    return f"an earlier one is complete: --resume {earlier[-1]}" if earlier else "there is no earlier one beside it"
 
 
 def _check_entries(manifest: Manifest) -> None:
