@@ -1,6 +1,7 @@
 """Memory below the other kernels: prefetch and pointers inside numba, and arrays that cost nothing until
 touched."""
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -13,6 +14,7 @@ from hpc_ctr.errors import StorageError
 from hpc_ctr.units import format_bytes
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_HUGE_BYTES = 64 << 20  # smaller arrays would notice the rounding to pages of 2 MiB
 
 
 @intrinsic
@@ -58,6 +60,10 @@ class LazyArray:
         except OSError as error:
             raise StorageError(f"storage.host_budget: the system refuses to reserve {format_bytes(nbytes)} "
                                f"({error.strerror}); set a smaller budget") from error
+        if nbytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            # rows are read at random: with huge pages their addresses are translated without going to memory
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         count = nbytes // self.dtype.itemsize if shape[0] and self._row_bytes else 0
         self.array = np.frombuffer(self._map, dtype=self.dtype, count=count).reshape(shape)
 

@@ -24,7 +24,6 @@ from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
 
 _WRITE_ROWS = 16384
-_SCAN_BYTES = 32 << 20
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -38,7 +37,8 @@ class ColdStoreOptions:
     is superseded, the segments that are most stale are rewritten; max_segments: above it the smallest are
     merged; output_rows: rows of a segment that a rewrite makes, at least (a 64th of all rows when that is
     more); claim_bytes: memory for notes of rows that were overwritten unread (storage/claims.py, 12 bytes
-    each); when it is full a put reads what it overwrites.
+    each); when it is full a put reads what it overwrites; scan_bytes: buffer for segments that are read from
+    front to back; a rewrite takes about three times this.
     """
 
     gap_bytes: int = 8192
@@ -49,6 +49,7 @@ class ColdStoreOptions:
     max_segments: int = 96
     output_rows: int = 1 << 20
     claim_bytes: int = 256 << 20
+    scan_bytes: int = 16 << 20
 
 
 @dataclass
@@ -311,7 +312,7 @@ class ColdStore:
     def settle_claims(self) -> None:
         """Compare every row that was overwritten unread, by reading the segments concerned."""
         for segment in [s for s in self._segments if s.number in self.claims]:
-            cursor = Cursor(segment.file, _SCAN_BYTES)
+            cursor = Cursor(segment.file, self.options.scan_bytes)
             while len(cursor.rows):
                 self.compare_claims(segment, cursor.first_row, cursor.keys)
                 cursor.skip(len(cursor.rows))
@@ -383,7 +384,7 @@ class ColdStore:
         for segment in [s for s in self._segments if not s.deletions and s.due <= now]:
             if segment not in self._segments:  # its last row was deleted
                 continue
-            cursor = Cursor(segment.file, _SCAN_BYTES)
+            cursor = Cursor(segment.file, self.options.scan_bytes)
             first_due = LATER
             while len(cursor.rows):
                 at = segment.base + cursor.first_row + np.arange(len(cursor.keys))

@@ -9,8 +9,6 @@ from hpc_ctr.storage.segment import Cursor, SegmentWriter, merge
 if TYPE_CHECKING:
     from hpc_ctr.storage.cold import ColdStore, Segment
 
-_SCAN_BYTES = 32 << 20
-
 
 def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
     """Write the live rows of ``victims`` into new segments of up to ``limit`` rows, and drop the victims.
@@ -25,7 +23,7 @@ def compact(store: "ColdStore", victims: list["Segment"], limit: int) -> None:
     if not left and not doubtful:
         store.drop_dead()
         return
-    cursors = [Cursor(s.file, max(_SCAN_BYTES // len(victims), 1 << 16)) for s in victims]
+    cursors = [Cursor(s.file, max(store.options.scan_bytes // len(victims), 1 << 16)) for s in victims]
     writer: SegmentWriter | None = None
     number, moved = 0, []
     try:

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,7 @@ _HINT_SHARE = 32
 _HINT_BYTES = 16
 _WRITE_ROWS = 65536         # rows of one segment of an eviction or flush (an eighth of the cache when more)
 _LOAD_ROWS = 262144
+_LEAST_SCAN = 1 << 20        # buffers come on top of the budget, and are small where it is small
 _DELETE_ROWS = 1 << 20
 
 
@@ -76,7 +77,9 @@ class TieredStore:
     def __init__(self, directory: str, layout: RecordLayout, budget_bytes: int, name: str = "default",
                  options: ColdStoreOptions | None = None, progress: Progress | None = None):
         self.layout, self.name, self.budget = layout, name, int(budget_bytes)
-        self.cold = ColdStore(directory, layout, name, options, progress)
+        options = options or ColdStoreOptions()
+        scan = min(options.scan_bytes, max(_LEAST_SCAN, self.budget // 64))
+        self.cold = ColdStore(directory, layout, name, replace(options, scan_bytes=scan), progress)
         self._host_hits = self._cold_hits = self._missing = self._rows_evicted = 0
         self._noted_keys, self._noted_locations = np.empty(0, np.uint64), np.empty(0, np.int64)
         self._last_was_put = False
