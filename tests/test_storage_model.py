@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpc_ctr.errors import StorageError
+from hpc_ctr.storage import fs
 from hpc_ctr.storage.cold import ColdStoreOptions
 from hpc_ctr.storage.host_cache import FLOOR_ROWS
 from hpc_ctr.storage.record import RecordLayout
@@ -176,9 +177,11 @@ def no_waiting_for_the_disk(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_random_operations_equal_a_dict(tmp_path, layout):
+def test_random_operations_equal_a_dict(tmp_path, monkeypatch, layout):
     """Any mix of operations, with one row of a hundred in the cache. The failing list of operations is printed, and
     comes again on every run; add Phase.shrink to have it made short, which takes minutes."""
+    if layout != LAYOUTS[1]:    # one of them reads around the page cache; for the others a busy disk would be waiting
+        monkeypatch.setattr(fs, "open_direct", lambda path: -1)
     done = np.zeros(4, np.int64)    # operations, cold hits, evicted rows, rows that compaction moved
 
     @settings(max_examples=OPERATIONS // len(LAYOUTS) // 270, derandomize=True, database=None, deadline=None,
