@@ -64,7 +64,7 @@ CASES = [
     (Setting(case="uneven", dense="sync"), EVERYTHING),
     (Setting("rank", case="starved", k_rows=3), {"every": 50, "count_filter": 4, "ttl": 50}),
     (Setting("rank", case="uneven", k_rows=5, k=5), EVERYTHING),
-    (Setting(case="holes", batches_per_pass=100), {"every": 5, "count_filter": 255, "delete_threshold": 0.2}),
+    (Setting(case="holes", batches_per_pass=100, steps=20), {"every": 5, "count_filter": 255, "delete_threshold": 0.2}),
 ]
 
 
