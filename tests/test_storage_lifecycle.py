@@ -320,6 +320,19 @@ def test_restored_and_loaded_stores_know_what_was_deleted(tmp_path):
     assert halves == rows
 
 
+def test_many_deletions_leave_no_long_list_of_free_slots(tmp_path):
+    """That list is part of the budget; the rows that stay move together, with all that is kept beside them."""
+    keys = np.random.default_rng(2).permutation(3000).astype(np.uint64)
+    with TieredStore(str(tmp_path), LAYOUT, budget_for(LAYOUT, 3200, 3200)) as store:
+        store.put(keys, *rows_of(keys, LAYOUT, 1))
+        full, want = store.nbytes, everything(store)
+        assert store.delete(keys[::2]) == 1500
+        assert store.nbytes < 0.7 * full and len(store.cache._free) <= store.cache.capacity // 16
+        assert everything(store) == {k: v for k, v in want.items() if k not in set(keys[::2].tolist())}
+        store.put(keys[::2], *rows_of(keys[::2], LAYOUT, 1))
+        assert everything(store) == want and store.counters().segments_written == 0
+
+
 def test_shrink_reads_a_segment_again_only_when_a_row_may_be_due(tmp_path):
     keys = np.arange(300, dtype=np.uint64)
     with ColdStore(str(tmp_path), LAYOUT) as cold:
