@@ -254,7 +254,7 @@ def cut(clicks, tmp_path_factory) -> Cut:
     folder = tmp_path_factory.mktemp("cut")
     # less memory than the undisturbed run has, so that rows sink in every pass once it is full; that changes no loss
     found = Cut(job_of(folder, clicks), folder / "run", folder / "local", folder / "copy",
-                ["--storage.host_budget", "1MiB", "--checkpoint.every_passes", 40])
+                ["--storage.host_budget", "1150KiB", "--checkpoint.every_passes", 40])
     killed = run_and_kill(found.job, found.run, folder, "--storage.dir", found.disk, *found.settings, more=12)
     assert killed.returncode != 0 and complete_checkpoints(found.run)
     linked = {path.stat().st_ino for path in (found.run / "checkpoints" / "pool").iterdir()}

@@ -207,7 +207,9 @@ def test_positions_must_be_those_of_the_streams(files: list[Path]) -> None:
     assert sources[0].merge_positions(positions).epoch == 1
     with pytest.raises(ValueError):
         sources[0].merge_positions(positions[:1])
-    sources[0].stream(sources[0].start(2)).close()
+    sources[0].stream(sources[0].start(2)).close()  # the next epoch may have begun
+    assert sources[0].merge_positions(positions).epoch == 1
+    sources[0].stream(sources[0].start(3)).close()
     with pytest.raises(ValueError):
         sources[0].merge_positions(positions)
 

@@ -61,7 +61,7 @@ class Source:
         self.layout = self._digest(files)
         self._memo = json.dumps([options.format, options.schema.to_dict(), options.split.test, [
             [os.path.abspath(f.path), f.size, os.stat(f.path).st_mtime_ns] for f in files]])
-        self._started = self.start(0)
+        self._started = [self.start(0)]  # states of the last streams: the next epoch's begins while a pass is trained
 
     def _make_reader(self, path: str) -> Reader:
         options = self.options
@@ -90,19 +90,20 @@ class Source:
         belongs to other data."""
         state = state or self.start(0)
         order.check_layout(state, self.layout)
-        self._started = state
+        self._started = [self._started[-1], state]
         self._log = self._new_log()
         return Stream(self, state, self._log)
 
     def merge_positions(self, positions: Sequence[dict]) -> OrderState:
         """What remains of the epoch, from the ``position()`` of every rank's stream, in rank order.
 
-        The streams were started from one state, the one this rank's latest stream was started from.
+        The streams were started from one state, that of this rank's latest stream or of the one before it.
         """
-        state = self._started
-        begun = _state_digest(state)
-        if len(positions) != self.ranks or any(p["start"] != begun for p in positions):
+        begun = {_state_digest(state): state for state in self._started}
+        starts = {p["start"] for p in positions}
+        if len(positions) != self.ranks or len(starts) != 1 or not starts <= set(begun):
             raise ValueError("the positions are not those of the streams that this source started last")
+        state = begun[starts.pop()]
         if self._stripes:
             if any(p != positions[0] for p in positions):
                 raise ValueError("with data.deal: batch all ranks must stand at the same batch")
@@ -147,7 +148,7 @@ class Source:
         it reads, and at its end only where those are all rows.
         """
         # what was left of an epoch may be few rows, and the bad ones among them are no sample of the whole
-        merged.check(self.options.max_bad_share, EARLY_ROWS if self._started.ranks is not None else 0)
+        merged.check(self.options.max_bad_share, EARLY_ROWS if self._started[-1].ranks is not None else 0)
 
     # -- reading, in the stream's thread -------------------------------------------------------------------------
 

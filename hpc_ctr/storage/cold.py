@@ -41,9 +41,9 @@ class ColdStoreOptions:
     front to back; a rewrite takes about three times this.
     """
 
-    gap_bytes: int = 8192
-    read_bytes: int = 256 << 10
-    threads: int = 32
+    gap_bytes: int = 12 << 10
+    read_bytes: int = 128 << 10
+    threads: int = 64
     direct: bool = True
     stale_share: float = 0.5
     max_segments: int = 96
