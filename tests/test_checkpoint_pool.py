@@ -173,9 +173,9 @@ def clicks(tmp_path_factory) -> Path:
 
 
 def job_of(folder: Path, clicks: Path) -> Path:
-    """Some 80 steps on two ranks, a checkpoint every twenty; most rows are on disk."""
+    """Some 160 steps on two ranks, a checkpoint every twenty; most rows are on disk."""
     return write_job(folder / "job.yaml", base_job(
-        folder, clicks, data={"batch_size": 32}, embedding={"dim": 16}, merge={"k": 7, "backend": "mpi"},
+        folder, clicks, data={"batch_size": 16}, embedding={"dim": 16}, merge={"k": 7, "backend": "mpi"},
         train={"batches_per_pass": 10}, checkpoint={"every_passes": 2, "keep": 99}, storage={"host_budget": "2MiB"}))
 
 
@@ -254,7 +254,7 @@ def cut(clicks, tmp_path_factory) -> Cut:
     folder = tmp_path_factory.mktemp("cut")
     # less memory than the undisturbed run has, so that rows sink in every pass once it is full; that changes no loss
     found = Cut(job_of(folder, clicks), folder / "run", folder / "local", folder / "copy",
-                ["--storage.host_budget", "1150KiB", "--checkpoint.every_passes", 40])
+                ["--storage.host_budget", "720KiB", "--checkpoint.every_passes", 40])
     killed = run_and_kill(found.job, found.run, folder, "--storage.dir", found.disk, *found.settings, more=12)
     assert killed.returncode != 0 and complete_checkpoints(found.run)
     linked = {path.stat().st_ino for path in (found.run / "checkpoints" / "pool").iterdir()}
