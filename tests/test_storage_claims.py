@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from hpc_ctr.errors import StorageError
 from hpc_ctr.kernels.cold_index import same_print
+from hpc_ctr.storage import fs
 from hpc_ctr.storage.claims import Claims
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
 from hpc_ctr.storage.record import RecordLayout
@@ -131,9 +133,6 @@ def test_overwriting_reads_nothing(tmp_path):
 
 
 def test_claims_of_a_put_that_failed_are_not_kept(tmp_path, monkeypatch):
-    from hpc_ctr.errors import StorageError
-    from hpc_ctr.storage import fs
-
     keys = alike(20, 2)
     first, second = keys[::2], keys[1::2]
     with ColdStore(str(tmp_path), LAYOUT) as store:
@@ -150,6 +149,29 @@ def test_claims_of_a_put_that_failed_are_not_kept(tmp_path, monkeypatch):
         assert store.claims.nbytes == 0 and store.rows == len(first)
         records, t = np.empty((len(keys), 3), np.float32), np.empty(len(keys), np.uint32)
         assert store.get(keys, records, t).sum() == len(first)
+
+
+def test_claims_made_after_a_rewrite_that_failed_are_compared_too(tmp_path, monkeypatch):
+    """The rewrite read the claims that there were; the next one must not go by these."""
+    keys = np.sort(alike(40, 2))
+    families = [keys[same_print(keys, key)] for key in keys]
+    first = np.unique([family[0] for family in families])
+    others = np.unique([family[1] for family in families])
+    with ColdStore(str(tmp_path), LAYOUT, options=ColdStoreOptions(**SMALL)) as store:
+        store.put(first, *rows_of(first, 1))
+        store.put(others[:10], *rows_of(others[:10], 2))  # claims ten rows of the first segment, wrongly
+
+        def full(operation, path):
+            if operation == "sync":
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(fs, "probe", full)
+        with pytest.raises(StorageError, match="no space"):
+            store.compact()
+        monkeypatch.setattr(fs, "probe", None)
+        store.put(others[10:], *rows_of(others[10:], 3))
+        store.compact()
+        assert store.rows == len(first) + len(others) and set(held(store)) == set(keys.tolist())
 
 
 def test_the_tiers_keep_claims_within_their_budget(tmp_path):
@@ -174,8 +196,8 @@ def test_claims_count_their_room():
     claims.add(3, np.arange(4), np.arange(4, dtype=np.uint64))
     claims.add(4, np.arange(0), np.arange(0, dtype=np.uint64))
     assert claims.room == 6 and 3 in claims and 4 not in claims
-    claimed, by = claims.claimants(3, 6)
-    assert claimed.tolist() == [True] * 4 + [False] * 2 and by[:4].tolist() == [0, 1, 2, 3]
+    rows, claimants = claims.among(3, 1, 5)
+    assert rows.tolist() == [0, 1, 2] and claimants.tolist() == [1, 2, 3]
     claims.drop(3)
     claims.drop(3)
     assert claims.room == 10 and claims.limit(0)

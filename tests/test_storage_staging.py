@@ -78,6 +78,7 @@ def test_rows_that_changed_since_are_read_anew(store):
     """They were staged, then put and evicted, or moved by a compaction."""
     cold = KEYS[store.cache.lookup(KEYS) < 0][:400]
     store.stage(cold, 10**9)
+    store._settle_staging()  # the tiers do so before they write
     store.cold.put(cold[:100], *rows_of(cold[:100], 7))
     store.cold.compact()
     rows = read(store, cold)

@@ -47,19 +47,23 @@ class Claims:
     def add(self, segment: int, rows: np.ndarray, keys: np.ndarray) -> None:
         """Note that ``keys`` uint64 [n] claim ``rows`` [n] of a segment, given by its number."""
         if len(rows):
-            self._of.setdefault(segment, []).append((rows.astype(np.uint32), keys.copy()))
+            order = np.argsort(rows)
+            self._of.setdefault(segment, []).append((rows[order].astype(np.uint32), keys[order]))
             self._count += len(rows)
 
     def drop(self, segment: int) -> None:
         """Forget a segment's claims, when it is gone or all of them were compared."""
         self._count -= sum(len(rows) for rows, _ in self._of.pop(segment, []))
 
-    def claimants(self, segment: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each of a segment's ``rows``: whether it was claimed, bool [rows], and by which key, uint64 [rows]."""
-        claimed, by = np.zeros(rows, np.bool_), np.zeros(rows, np.uint64)
+    def among(self, segment: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The claims on rows ``first`` to ``first + count - 1`` of a segment: rows int64 [m], counted from ``first``, and
+        the keys that claimed them, uint64 [m]."""
+        rows, claimants = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
         for at, keys in self._of.get(segment, []):
-            claimed[at], by[at] = True, keys
-        return claimed, by
+            begin, end = np.searchsorted(at, (first, first + count))
+            rows.append(at[begin:end].astype(np.int64) - first)
+            claimants.append(keys[begin:end])
+        return np.concatenate(rows), np.concatenate(claimants)
 
     def rivals(self, key: np.uint64) -> list[tuple[int, int]]:
         """Places (segment, row) that were claimed by other keys which look like ``key`` to the index."""

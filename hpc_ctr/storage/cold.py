@@ -79,7 +79,6 @@ class ColdStore:
         self.counters = ColdCounters()
         self.index = ColdIndex()
         self.claims = Claims(self.options.claim_bytes)
-        self._claimants_of: tuple = (None, None)  # the segment that is being compared, and its claims
         # called with (keys, old locations, new locations) when rows were moved by a rewrite
         self.on_move: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
         self._segments: list[Segment] = []
@@ -301,9 +300,8 @@ class ColdStore:
         turned out to be live."""
         if segment.number not in self.claims:
             return 0
-        claimed, by = self._claimants(segment)
-        rows = slice(first_row, first_row + len(keys))
-        wrong = np.flatnonzero(claimed[rows] & (by[rows] != keys))
+        rows, claimants = self.claims.among(segment.number, first_row, len(keys))
+        wrong = rows[claimants != keys[rows]]
         before = len(self.index)
         if len(wrong):
             self.locate(keys[wrong])  # which looks among the claims, and recovers
@@ -319,17 +317,11 @@ class ColdStore:
                 cursor.refill()
         for segment in self._segments:
             self.claims.drop(segment.number)
-        self._claimants_of = None, None
 
     def limit_claims(self, nbytes: int) -> None:
         """Change the memory for rows that were overwritten unread."""
         if not self.claims.limit(nbytes):
             self.settle_claims()
-
-    def _claimants(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-        if self._claimants_of[0] is not segment:
-            self._claimants_of = segment, self.claims.claimants(segment.number, segment.file.rows)
-        return self._claimants_of[1]
 
     def _are_deletions(self, locations: np.ndarray) -> np.ndarray:
         """Which locations (-1: none) lie in segments of deletions, bool [n]."""
