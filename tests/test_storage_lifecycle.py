@@ -11,6 +11,7 @@ import pytest
 from hpc_ctr.errors import StorageError
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.cold import ColdStore, ColdStoreOptions
+from hpc_ctr.storage.compact import purge
 from hpc_ctr.storage.describe import describe_store
 from hpc_ctr.storage.record import LATER, LIFE, RecordLayout
 from hpc_ctr.storage.segment import live_rows
@@ -221,7 +222,7 @@ def deleted(store):
     store.tidy()
 
 
-ACTIONS = {"delete": deleted, "rewrite": ColdStore.compact, "purge": lambda store: store._purge(40)}
+ACTIONS = {"delete": deleted, "rewrite": ColdStore.compact, "purge": lambda store: purge(store, 40)}
 
 
 @pytest.mark.parametrize("kind", ["crash", "error", "disk full"])

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,11 +36,13 @@ class _InPlace(System):
         self._close_files()
         self._pool.shutdown()
 
+    @abstractmethod
     def _open_files(self) -> None:
-        raise NotImplementedError
+        """Open, or map, what was closed so that the page cache lets go of it."""
 
+    @abstractmethod
     def _close_files(self) -> None:
-        raise NotImplementedError
+        """Close, or unmap; more than once does no harm."""
 
     def _in_order(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(number of the first row, keys, records) of all rows, by key."""

@@ -1,5 +1,6 @@
 """What ``bench store`` asks of each store that it measures."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from hpc_ctr.bench import page_cache
 from hpc_ctr.bench.store_data import Workload
 
 
-class System:
+class System(ABC):
     """One store with the rows of a workload. One thread calls it.
 
     A caller turns keys and records into the store's own arguments with ``pack_get`` and ``pack_put``, which are not
@@ -30,11 +31,11 @@ class System:
         self.folder, self.work, self.memory = folder, work, memory
         folder.mkdir(parents=True, exist_ok=True)
 
+    @abstractmethod
     def load(self) -> None:
         """Store all rows."""
-        raise NotImplementedError
 
-    def prepare(self, case: str) -> None:
+    def prepare(self, case: str) -> None:  # noqa: B027  (most have nothing to do)
         """Be at the store's best for a case; not timed."""
 
     def files(self) -> Iterable[Path]:
@@ -49,9 +50,9 @@ class System:
         """The store's own form of keys uint64 [n]."""
         return keys
 
+    @abstractmethod
     def get(self, packed: Any) -> Any:
         """Read the rows."""
-        raise NotImplementedError
 
     def words(self, result: Any) -> np.ndarray | None:
         """What ``get`` returned as uint32 [n, 48], in any order; None where there are no rows to look at."""
@@ -61,12 +62,12 @@ class System:
         """The store's own form of keys uint64 [n] and records uint32 [n, 48]."""
         return keys, records
 
+    @abstractmethod
     def put(self, packed: Any) -> None:
         """Overwrite the rows."""
-        raise NotImplementedError
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  (most have nothing to do)
         """Wait until everything that puts have set off in the background is done."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most have nothing to do)
         """Close files and end threads."""

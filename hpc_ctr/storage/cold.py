@@ -16,7 +16,7 @@ from hpc_ctr.kernels.rows import pack_rows
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.claims import Claims
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
-from hpc_ctr.storage.compact import compact
+from hpc_ctr.storage.compact import compact_all, tidy
 from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
 from hpc_ctr.storage.record import LATER, STORED_PREFIX_BYTES, RecordLayout, as_keys, as_words
 from hpc_ctr.storage.recovery import Segment
@@ -120,6 +120,10 @@ class ColdStore:
         """The committed segments; where a key is in several, the later one holds its row."""
         return [SegmentInfo(s.file.path, s.file.rows, s.live, s.digest, s.file.nbytes)
                 for s in self._segments]
+
+    def segments_of(self, deletions: bool) -> list[Segment]:
+        """The committed segments of rows, or those of deletions."""
+        return [s for s in self._segments if s.deletions == deletions]
 
     # --- opening and committing
 
@@ -501,47 +505,19 @@ class ColdStore:
     def tidy(self) -> None:
         """Rewrite segments that are mostly stale, merge the smallest when there are too many, and drop deletions that
         are not needed any more."""
-        limit = max(self.options.output_rows, self.rows // 64)
-        for deletions in (False, True):
-            while self._rewrite(limit, deletions):
-                pass
-        if self._deleted:
-            self._purge(limit)
+        tidy(self)
 
-    def _rewrite(self, limit: int, deletions: bool) -> bool:
-        """Rewrite one group of segments of rows, or of deletions; False when there was nothing to do."""
-        segments = [s for s in self._segments if s.deletions == deletions]
-        rows, live = sum(s.file.rows for s in segments), sum(s.live for s in segments)
-        share = self.options.stale_share
-        stale = [s for s in segments if not s.live]
-        if not stale and rows - live > share * rows:
-            # the most stale first: they give back the most for what is copied, and those that are left go on to decay
-            stale = sorted((s for s in segments if s.live < s.file.rows * (1 - share / 2)),
-                           key=lambda s: (s.live / s.file.rows, s.number))
-        elif not stale and len(segments) > self.options.max_segments:
-            by_size = sorted(segments, key=lambda s: (s.live, s.number))
-            stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
-        group = _first_of(stale, limit)
-        if not group or (len(group) == 1 and group[0].live == group[0].file.rows):
-            return False
-        compact(self, group, limit)
-        return True
+    def compact(self) -> None:
+        """Rewrite every segment that has stale rows."""
+        compact_all(self)
 
-    def _purge(self, limit: int) -> None:
-        """Drop deletions that no older segment needs; when they are many, rewrite the older segments first."""
-        while True:
-            rows = [s.number for s in self._segments if not s.deletions]
-            spent = [s for s in self._segments if s.deletions and s.number < min(rows, default=s.number + 1)]
-            if spent:
-                self._drop_deletions(spent)
-            if self._deleted <= max(self.rows // 4, self.options.output_rows // 16):
-                return
-            newest = max(s.number for s in self._segments if s.deletions)
-            older = _first_of(sorted((s for s in self._segments if not s.deletions and s.number < newest),
-                                     key=lambda s: s.number), limit)
-            compact(self, older, limit)
+    @property
+    def deleted(self) -> int:
+        """Entries of the index that are deletions."""
+        return self._deleted
 
-    def _drop_deletions(self, segments: list[Segment]) -> None:
+    def drop_deletions(self, segments: list[Segment]) -> None:
+        """Commit the state without segments of deletions that nothing needs any more."""
         self.check_writable()
         keys, locations = [], []
         for segment in segments:
@@ -557,13 +533,6 @@ class ColdStore:
             self.claims.drop(segment.number)
         self._commit([0 if s in segments else s.live for s in self._segments], None, ())
         self._deleted -= self.index.remove(np.concatenate(keys), np.concatenate(locations))
-
-    def compact(self) -> None:
-        """Rewrite every segment that has stale rows."""
-        limit = max(self.options.output_rows, self.rows // 64)
-        for deletions in (False, True):
-            if stale := [s for s in self._segments if s.live < s.file.rows and s.deletions == deletions]:
-                compact(self, stale, limit)
 
     # --- checking and closing
 
@@ -591,14 +560,3 @@ def _split_by(owner: np.ndarray) -> list[np.ndarray]:
     """Positions of each distinct value of ``owner``, by value."""
     order = np.argsort(owner, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(owner[order])) + 1)
-
-
-def _first_of(segments: list[Segment], limit: int) -> list[Segment]:
-    """The first of them with up to ``limit`` live rows together, at least one: the disk holds the old and the new form
-    of what is rewritten at once."""
-    group: list[Segment] = []
-    for segment in segments:
-        if group and sum(s.live for s in group) + segment.live > limit:
-            break
-        group.append(segment)
-    return group

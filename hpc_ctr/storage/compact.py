@@ -74,3 +74,72 @@ def _adopt_output(store: "ColdStore", number: int, digest: str, moved: list, kee
     store.counters.rows_compacted += len(keys)
     if store.on_move is not None and not added.deletions:
         store.on_move(keys, old, new)
+
+
+def tidy(store: "ColdStore") -> None:
+    """See ColdStore.tidy."""
+    limit = _limit(store)
+    for deletions in (False, True):
+        while _rewrite(store, limit, deletions):
+            pass
+    if store.deleted:
+        purge(store, limit)
+
+
+def compact_all(store: "ColdStore") -> None:
+    """See ColdStore.compact."""
+    limit = _limit(store)
+    for deletions in (False, True):
+        if stale := [s for s in store.segments_of(deletions) if s.live < s.file.rows]:
+            compact(store, stale, limit)
+
+
+def _rewrite(store: "ColdStore", limit: int, deletions: bool) -> bool:
+    """Rewrite one group of segments of rows, or of deletions; False when there was nothing to do."""
+    segments = store.segments_of(deletions)
+    rows, live = sum(s.file.rows for s in segments), sum(s.live for s in segments)
+    share = store.options.stale_share
+    stale = [s for s in segments if not s.live]
+    if not stale and rows - live > share * rows:
+        # the most stale first: they give back the most for what is copied, and those that are left go on to decay
+        stale = sorted((s for s in segments if s.live < s.file.rows * (1 - share / 2)),
+                       key=lambda s: (s.live / s.file.rows, s.number))
+    elif not stale and len(segments) > store.options.max_segments:
+        by_size = sorted(segments, key=lambda s: (s.live, s.number))
+        stale = [s for s in by_size[:len(by_size) * 3 // 4] if s.live <= limit // 2]
+    group = _first_of(stale, limit)
+    if not group or (len(group) == 1 and group[0].live == group[0].file.rows):
+        return False
+    compact(store, group, limit)
+    return True
+
+
+def purge(store: "ColdStore", limit: int) -> None:
+    """Drop deletions that no older segment needs; when they are many, rewrite the older segments first."""
+    while True:
+        rows = [s.number for s in store.segments_of(False)]
+        spent = [s for s in store.segments_of(True) if s.number < min(rows, default=s.number + 1)]
+        if spent:
+            store.drop_deletions(spent)
+        if store.deleted <= max(store.rows // 4, store.options.output_rows // 16):
+            return
+        newest = max(s.number for s in store.segments_of(True))
+        older = _first_of(sorted((s for s in store.segments_of(False) if s.number < newest),
+                                 key=lambda s: s.number), limit)
+        compact(store, older, limit)
+
+
+def _first_of(segments: list["Segment"], limit: int) -> list["Segment"]:
+    """The first of them with up to ``limit`` live rows together, at least one: the disk holds the old and the new form
+    of what is rewritten at once."""
+    group: list[Segment] = []
+    for segment in segments:
+        if group and sum(s.live for s in group) + segment.live > limit:
+            break
+        group.append(segment)
+    return group
+
+
+def _limit(store: "ColdStore") -> int:
+    """Rows of a segment that a rewrite makes, at most."""
+    return max(store.options.output_rows, store.rows // 64)
