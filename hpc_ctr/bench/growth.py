@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpc_ctr.bench.common import Results, Targets
 from hpc_ctr.bench.plot import write_svg
-from hpc_ctr.bench.tiers import Run, describe_disk, device_rate, make_data, scratch, tenth_budget, train
+from hpc_ctr.bench.tiers import Run, check_counts, describe_disk, device_rate, make_data, scratch, tenth_budget, train
 from hpc_ctr.errors import UsageError
 from hpc_ctr.units import format_bytes
 
@@ -33,11 +33,7 @@ class GrowthBench:
         """Raises UsageError naming the option."""
         if sorted(set(self.sizes)) != list(self.sizes) or self.sizes[0] < 1:
             raise UsageError(f"--sizes: must be ascending numbers of rows, not {self.sizes}")
-        for name in ("samples", "ranks", "batch", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name}: must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.warm < 1:
-            raise UsageError(f"--warm: must be at least 0 and below 1, not {self.warm}")
+        check_counts(self, "samples", "ranks", "batch", "rounds")
 
 
 def bench_growth(results: Results, options: GrowthBench) -> Targets:

@@ -43,11 +43,7 @@ class TiersBench:
 
     def check(self) -> None:
         """Raises UsageError naming the option."""
-        for name in ("keys", "samples", "ranks", "batch", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name}: must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.warm < 1:
-            raise UsageError(f"--warm: must be at least 0 and below 1, not {self.warm}")
+        check_counts(self, "keys", "samples", "ranks", "batch", "rounds")
         if wrong := [case for case in self.cases if case not in CASES]:
             raise UsageError(f"--cases: {wrong[0]!r} is not one of {', '.join(CASES)}")
 
@@ -136,6 +132,15 @@ def _ranks(n: int) -> str:
 
 
 # ---------------------------------------------------------------- runs, which growth.py makes too
+
+
+def check_counts(options: Any, *names: str) -> None:
+    """Raises UsageError naming the option that is no count, or the warm-up that is no share."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name}: must be at least 1, not {getattr(options, name)}")
+    if not 0 <= options.warm < 1:
+        raise UsageError(f"--warm: must be at least 0 and below 1, not {options.warm}")
 
 
 class scratch:

@@ -82,6 +82,28 @@ def group_counts(keys, counts):
         counts[group] += 1
 
 
+@njit(nogil=True, cache=True, inline="always")
+def _seek(prints, size, fingerprint, b, distance):
+    """From bucket ``b``, ``distance`` from the fingerprint's home, to the next entry that has it: its bucket and
+    distance, or -1 and nothing."""
+    while prints[b] != EMPTY and _distance(b, prints[b], size) >= distance:
+        if prints[b] == fingerprint:
+            return b, distance
+        b = b + 1 if b + 1 < size else 0
+        distance += 1
+    return -1, distance
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _after(b, size):
+    return b + 1 if b + 1 < size else 0
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _location(low, high, b):
+    return (np.int64(high[b]) << 32) | np.int64(low[b])
+
+
 @njit(nogil=True, cache=True)
 def find(addresses, sizes, keys, skip, out):
     """``out[i]`` = location of entry number ``skip[i]`` among those with the fingerprint of ``keys[i]``, or
@@ -96,17 +118,13 @@ def find(addresses, sizes, keys, skip, out):
         if size == 0:
             continue
         prints, low, high = _block(addresses[group], size)
-        b = _home(fingerprint, size)
-        distance = 0
-        seen = 0
-        while prints[b] != EMPTY and _distance(b, prints[b], size) >= distance:
-            if prints[b] == fingerprint:
-                if seen == skip[i]:
-                    out[i] = (np.int64(high[b]) << 32) | np.int64(low[b])
-                    break
-                seen += 1
-            b = b + 1 if b + 1 < size else 0
-            distance += 1
+        b, distance = _seek(prints, size, fingerprint, _home(fingerprint, size), 0)
+        for _ in range(skip[i]):
+            if b < 0:
+                break
+            b, distance = _seek(prints, size, fingerprint, _after(b, size), distance + 1)
+        if b >= 0:
+            out[i] = _location(low, high, b)
 
 
 @njit(nogil=True, cache=True)
@@ -123,28 +141,18 @@ def find_alone(addresses, sizes, keys, out, alone):
         if size == 0:
             continue
         prints, low, high = _block(addresses[group], size)
-        b = _home(fingerprint, size)
-        distance = 0
-        while prints[b] != EMPTY and _distance(b, prints[b], size) >= distance:
-            if prints[b] == fingerprint:
-                alone[i] = out[i] < 0
-                if not alone[i]:
-                    break
-                out[i] = (np.int64(high[b]) << 32) | np.int64(low[b])
-            b = b + 1 if b + 1 < size else 0
-            distance += 1
+        b, distance = _seek(prints, size, fingerprint, _home(fingerprint, size), 0)
+        if b >= 0:
+            out[i] = _location(low, high, b)
+            alone[i] = _seek(prints, size, fingerprint, _after(b, size), distance + 1)[0] < 0
 
 
 @njit(nogil=True, cache=True)
 def _find_exact(prints, low, high, size, fingerprint, location):
-    b = _home(fingerprint, size)
-    distance = 0
-    while prints[b] != EMPTY and _distance(b, prints[b], size) >= distance:
-        if prints[b] == fingerprint and ((np.int64(high[b]) << 32) | np.int64(low[b])) == location:
-            return b
-        b = b + 1 if b + 1 < size else 0
-        distance += 1
-    return -1
+    b, distance = _seek(prints, size, fingerprint, _home(fingerprint, size), 0)
+    while b >= 0 and _location(low, high, b) != location:
+        b, distance = _seek(prints, size, fingerprint, _after(b, size), distance + 1)
+    return b
 
 
 @njit(nogil=True, cache=True)
