@@ -23,7 +23,6 @@ from hpc_ctr.storage.recovery import Segment
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
 
-_WRITE_ROWS = 16384
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -453,12 +452,12 @@ class ColdStore:
         self.index.reserve(keys[fresh])
         number, writer = self.write_segment(n, deletions)
         with writer:
-            out = np.empty((min(n, _WRITE_ROWS), 4 + self.layout.words), np.uint32)
-            for begin in range(0, n, _WRITE_ROWS):
-                end = min(n, begin + _WRITE_ROWS)
-                rows = out[:end - begin]
+            while writer.room:
+                begin = writer.written
+                rows = writer.space()
+                end = begin + len(rows)
                 pack_rows(rows, keys[begin:end], t[begin:end], positions[begin:end], first, second)
-                writer.append(rows)
+                writer.advance(len(rows))
             digest, _ = writer.finish()
         superseded = int(np.count_nonzero(self._are_deletions(old))) if self._deleted else 0
         owner = self._owners(old[claimed])

@@ -33,7 +33,7 @@ from hpc_ctr.errors import StorageError
 from hpc_ctr.kernels.memory import pointer
 
 TEMPORARY = ".tmp"
-DIRECT_BYTES = 4096  # reads around the page cache begin and end at multiples of this, in the file and in memory
+DIRECT_BYTES = 4096  # transfers around the page cache begin and end at multiples of this, in the file and in memory
 probe: Callable[[str, str], None] | None = None
 recorder: Callable[[str, str, Any], None] | None = None
 
@@ -263,6 +263,18 @@ def open_read(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def open_direct_write(path: str) -> int:
+    """Open an existing file for writes around the page cache, -1 where the file system has none. Offset, length and
+    address of a write are multiples of DIRECT_BYTES."""
+    with _operation("open", path):
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return -1
+            raise
+
+
 def open_direct(path: str) -> int:
     """Open for reads around the page cache, -1 where the file system has none; ``read_range`` says how to read."""
     with _operation("open", path):
@@ -372,19 +384,13 @@ def free_bytes(path: str) -> int:
         return shutil.disk_usage(path).free
 
 
-class Hdf5Target:
-    """A new file as h5py sees it (its ``fileobj`` driver), every write going through this module.
+class Hdf5Capture:
+    """What h5py writes into a new file (its ``fileobj`` driver), kept in memory: the description of a file whose data
+    are written around the HDF5 library."""
 
-    HDF5 cannot unwind a failed write cleanly. So the first error is kept, later writes do nothing, and
-    ``finish`` raises it when h5py has closed the file.
-    """
-
-    def __init__(self, path: str):
-        self.path = path
-        self.error: BaseException | None = None
-        self.descriptor = create(path)
-        self._position = 0
-        self._length = 0
+    def __init__(self):
+        self._written: list[tuple[int, bytes]] = []
+        self._position = self._length = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self._length)[whence]
@@ -394,52 +400,34 @@ class Hdf5Target:
         return self._position
 
     def read(self, length: int = -1) -> bytes:
-        length = self._length - self._position if length < 0 else length
-        data = os.pread(self.descriptor, length, self._position).ljust(length, b"\0")
-        self._position += length
-        return data
+        begin = self._position
+        end = self._length if length < 0 else begin + length
+        data = bytearray(end - begin)
+        for at, part in self._written:
+            first, last = max(at, begin), min(at + len(part), end)
+            if first < last:
+                data[first - begin:last - begin] = part[first - at:last - at]
+        self._position = end
+        return bytes(data)
 
     def readinto(self, target) -> int:
         target[:] = self.read(len(target))
         return len(target)
 
     def write(self, data) -> int:
-        self._attempt(write, self.descriptor, self.path, data, self._position)
+        self._written.append((self._position, bytes(data)))
         self._position += len(data)
         self._length = max(self._length, self._position)
         return len(data)
 
     def truncate(self, length: int | None = None) -> int:
         self._length = self._position if length is None else length
-        self._attempt(truncate, self.descriptor, self.path, self._length)
         return self._length
 
     def flush(self) -> None:
         pass
 
-    def _attempt(self, function, *arguments) -> None:
-        if self.error is None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                self.error = error
-
     def hdf5(self) -> h5py.File:
-        """The file, open for writing; close it before ``finish``. Rows begin at multiples of 4096 bytes."""
+        """The file, open for writing; close it before ``read``. Rows begin at multiples of 4096 bytes."""
         return h5py.File(self, "w", libver=("v110", "v110"), alignment_threshold=4096,
                          alignment_interval=4096)
-
-    def check(self) -> None:
-        """Raise the error that a write met, if any."""
-        if self.error is not None:
-            raise self.error
-
-    def finish(self) -> None:
-        """Raise the error that a write met, if any; else sync the file."""
-        self.check()
-        sync(self.descriptor, self.path)
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1

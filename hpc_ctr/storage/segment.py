@@ -1,10 +1,11 @@
 """Segments: immutable HDF5 files of rows sorted by key.
 
-`docs/storage_format.md` gives the layout byte by byte. h5py writes and describes the files;
-rows are read around the HDF5 library, at the dataset's offset in the file.
+`docs/storage_format.md` gives the layout byte by byte. h5py makes and reads what describes the rows;
+the rows are written and read around the HDF5 library, at the dataset's offset in the file.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hpc_ctr.errors import StorageError
 from hpc_ctr.kernels.checksum import first_bad_row, fold_bytes, fold_checks, new_digest
 from hpc_ctr.kernels.rows import row_keys, unpack_rows
 from hpc_ctr.storage import fs
+from hpc_ctr.storage.chunks import ChunkWriter
 from hpc_ctr.storage.record import RecordLayout
 
 if TYPE_CHECKING:
@@ -44,79 +46,134 @@ class SegmentWriter:
     """Writes one segment of exactly ``rows`` rows, ascending by key, under a temporary name.
 
     ``finish`` syncs it and gives it its name; leaving the ``with`` block without that removes what was
-    written. deletions: the rows are keys that were deleted (only with a lifecycle).
+    written. deletions: the rows are keys that were deleted (only with a lifecycle). Rows go to the disk around the page
+    cache, a chunk of about 2 MiB being written while the next one is filled.
     """
 
     def __init__(self, path: str, layout: RecordLayout, table: str, rows: int, deletions: bool = False):
         self.path, self.layout, self.rows, self.written = path, layout, rows, 0
+        self._temporary = path + fs.TEMPORARY
         self._state = new_digest()
-        self._target = fs.Hdf5Target(path + fs.TEMPORARY)
+        self._head, self._tail = _description(layout, table, rows, deletions)
+        self._descriptor = fs.create(self._temporary)
+        self._direct = -1
+        self._chunks: ChunkWriter | None = None
         try:
-            self._file = self._target.hdf5()
-            self._describe("format", FORMAT)
-            self._file.attrs["version"] = np.uint32(LIFECYCLE_VERSION if layout.lifecycle else VERSION)
-            self._describe("table", table)
-            self._file.attrs["rows"] = np.uint64(rows)
-            self._file.attrs["width"] = np.uint32(layout.width)
-            self._file.attrs["state"] = np.uint32(layout.state)
-            self._describe("dtype", layout.dtype.name)
-            if layout.lifecycle:
-                self._file.attrs["deletions"] = np.uint32(deletions)
-            self._dataset = self._file.create_dataset(DATASET, (rows,), layout.stored_dtype)
+            fs.truncate(self._descriptor, self._temporary,
+                        len(self._head) + rows * layout.stored_bytes + len(self._tail))
+            self._chunks = ChunkWriter(self._write, len(self._head), layout.stored_bytes, rows)
+            if self._chunks.several:
+                self._direct = fs.open_direct_write(self._temporary)
         except BaseException:
-            self._target.close()
+            self.abort()
             raise
-
-    def _describe(self, name: str, text: str) -> None:
-        # Of fixed length, or HDF5 keeps the text in a heap without a checksum: a damaged one makes it loop forever.
-        data = text.encode()
-        self._file.attrs.create(name, data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
 
     @property
     def room(self) -> int:
         """Rows that are still to be written."""
         return self.rows - self.written
 
+    def space(self) -> np.ndarray:
+        """Where the next rows may be laid down, uint32 [n, 4 + words] with n > 0 while there is ``room``: fill the
+        first of them and call ``advance``."""
+        return self._chunks.space()[:self.room]
+
+    def advance(self, rows: int) -> None:
+        """Take the first ``rows`` rows of ``space()``, whose checks are right, as written."""
+        self._state = np.uint64(fold_checks(self._state, self._chunks.space()[:rows]))
+        self._chunks.advance(rows)
+        self.written += rows
+
     def append(self, rows: np.ndarray) -> None:
-        """Write stored rows, uint32 [n, 4 + words], C-contiguous, whose checks are right."""
-        self._state = np.uint64(fold_checks(self._state, rows))
-        end = self.written + len(rows)
-        self._dataset[self.written:end] = rows.view(self.layout.stored_dtype).reshape(-1)
-        self.written = end
-        self._target.check()
+        """Write stored rows, uint32 [n, 4 + words], whose checks are right."""
+        while len(rows):
+            space = self.space()[:len(rows)]
+            space[:] = rows[:len(space)]
+            self.advance(len(space))
+            rows = rows[len(space):]
+
+    def _write(self, data: np.ndarray, offset: int) -> None:
+        whole = len(data) // fs.DIRECT_BYTES * fs.DIRECT_BYTES if self._direct >= 0 else 0
+        if whole:
+            try:
+                fs.write(self._direct, self._temporary, data[:whole], offset)
+            except StorageError as error:
+                if getattr(error.__cause__, "errno", None) != errno.EINVAL:
+                    raise
+                whole = 0  # a file system that wants larger blocks than most
+        if whole < len(data):
+            fs.write(self._descriptor, self._temporary, data[whole:], offset + whole)
 
     def finish(self) -> tuple[str, int]:
         """Put the file in place, durably; returns its digest and bytes."""
         if self.room:
             raise ValueError(f"{self.room} rows are missing from segment {self.path}")
-        offset = self._dataset.id.get_offset()
-        self._file.close()
-        self._target.finish()
-        end = offset + self.rows * self.layout.stored_bytes
-        length = self._target.seek(0, os.SEEK_END)
-        self._target.seek(0)
-        head = self._target.read(offset)
-        self._target.seek(end)
-        digest = _format_digest(self._state, head + self._target.read(length - end))
-        self._target.close()
-        fs.rename(self._target.path, self.path)
+        end = self._chunks.finish()
+        fs.write(self._descriptor, self._temporary, self._head, 0)
+        if self._tail:
+            fs.write(self._descriptor, self._temporary, self._tail, end)
+        fs.sync(self._descriptor, self._temporary)
+        self._close()
+        fs.rename(self._temporary, self.path)
         fs.sync_directory(os.path.dirname(self.path))
-        return digest, length
+        return _format_digest(self._state, self._head + self._tail), end + len(self._tail)
 
     def __enter__(self) -> "SegmentWriter":
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if kind is not None or self._target.descriptor >= 0:
+        if kind is not None or self._descriptor >= 0:
             self.abort()
+
+    def _close(self) -> None:
+        for descriptor in (self._direct, self._descriptor):
+            if descriptor >= 0:
+                fs.close(descriptor)
+        self._direct = self._descriptor = -1
 
     def abort(self) -> None:
         """Remove what was written."""
-        with contextlib.suppress(Exception):
-            self._file.close()
-        self._target.close()
-        fs.remove_quietly(self._target.path)
+        if self._chunks is not None:
+            self._chunks.abort()
+        self._close()
+        fs.remove_quietly(self._temporary)
         fs.remove_quietly(self.path)
+
+
+def _description(layout: RecordLayout, table: str, rows: int, deletions: bool) -> tuple[bytes, bytes]:
+    """What h5py writes before and after the rows of a segment."""
+
+    def describe(name: str, text: str) -> None:
+        # Of fixed length, or HDF5 keeps the text in a heap without a checksum: a damaged one makes it loop forever.
+        data = text.encode()
+        file.attrs.create(name, data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
+
+    capture = fs.Hdf5Capture()
+    with capture.hdf5() as file:
+        describe("format", FORMAT)
+        file.attrs["version"] = np.uint32(LIFECYCLE_VERSION if layout.lifecycle else VERSION)
+        describe("table", table)
+        file.attrs["rows"] = np.uint64(rows)
+        file.attrs["width"] = np.uint32(layout.width)
+        file.attrs["state"] = np.uint32(layout.state)
+        describe("dtype", layout.dtype.name)
+        if layout.lifecycle:
+            file.attrs["deletions"] = np.uint32(deletions)
+        kind = h5py.h5t.py_create(layout.stored_dtype, logical=True)
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plan.set_layout(h5py.h5d.CONTIGUOUS)
+        # the place of the rows is decided now, and nothing written there
+        plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        dataset = h5py.h5d.create(file.id, DATASET.encode(), kind, h5py.h5s.create_simple((rows,)), plan)
+        offset = dataset.get_offset()
+        del dataset
+    end = offset + rows * layout.stored_bytes
+    length = capture.seek(0, os.SEEK_END)
+    capture.seek(0)
+    head = capture.read(offset)
+    capture.seek(end)
+    return head, capture.read(length - end)
 
 
 class SegmentFile:
