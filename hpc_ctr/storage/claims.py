@@ -58,12 +58,20 @@ class Claims:
     def among(self, segment: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The claims on rows ``first`` to ``first + count - 1`` of a segment: rows int64 [m], counted from ``first``, and
         the keys that claimed them, uint64 [m]."""
-        rows, claimants = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
-        for at, keys in self._of.get(segment, []):
-            begin, end = np.searchsorted(at, (first, first + count))
-            rows.append(at[begin:end].astype(np.int64) - first)
-            claimants.append(keys[begin:end])
-        return np.concatenate(rows), np.concatenate(claimants)
+        if segment not in self._of:
+            return np.empty(0, np.int64), np.empty(0, np.uint64)
+        at, keys = self._sorted(segment)
+        begin, end = np.searchsorted(at, np.array([first, first + count]))
+        return at[begin:end].astype(np.int64) - first, keys[begin:end]
+
+    def _sorted(self, segment: int) -> tuple[np.ndarray, np.ndarray]:
+        """A segment's claims by row. A rewrite asks many times, each put has added some: they are joined once."""
+        parts = self._of[segment]
+        if len(parts) > 1:
+            at, keys = (np.concatenate(column) for column in zip(*parts, strict=True))
+            order = np.argsort(at, kind="stable")
+            parts[:] = [(at[order], keys[order])]
+        return parts[0]
 
     def rivals(self, key: np.uint64) -> list[tuple[int, int]]:
         """Places (segment, row) that were claimed by other keys which look like ``key`` to the index."""
