@@ -55,11 +55,12 @@ def test_keys_of_a_family_look_alike():
 
 
 @pytest.mark.parametrize("members, claim_bytes", [(1, 1 << 20), (2, 1 << 20), (3, 1 << 20), (3, 12 * 20), (3, 0)])
-def test_random_operations_equal_a_dict(tmp_path, members, claim_bytes):
+@pytest.mark.parametrize("background", [0, 1 << 20])
+def test_random_operations_equal_a_dict(tmp_path, members, claim_bytes, background):
     """Half of all puts claim the entry of another key here; in life one in a billion does."""
     rng = np.random.default_rng(members)
     keys = alike(120 // members, members)
-    options = ColdStoreOptions(**SMALL, claim_bytes=claim_bytes)
+    options = ColdStoreOptions(**SMALL, claim_bytes=claim_bytes, background_bytes=background)
     store, model = ColdStore(str(tmp_path), LAYOUT, options=options), {}
     claims = 0
     for turn in range(300):

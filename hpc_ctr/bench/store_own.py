@@ -53,6 +53,10 @@ class HpcCtr(System):
     def put(self, packed: Any) -> None:
         self.store.put(*packed)
 
+    def settle(self) -> None:
+        if isinstance(self.store, ColdStore):
+            self.store.finish()
+
     def close(self) -> None:
         if hasattr(self, "store"):
             if isinstance(self.store, TieredStore):

@@ -198,6 +198,26 @@ def move(addresses, sizes, keys, old, new):
 
 
 @njit(nogil=True, cache=True)
+def move_present(addresses, sizes, keys, old, new, moved):
+    """Give the entry (``keys[i]``, ``old[i]``) the location ``new[i]`` where there is one; ``moved[i]`` = whether."""
+    n = len(keys)
+    for i in range(n):
+        if i + _AHEAD < n:
+            _prefetch(addresses, sizes, keys[i + _AHEAD])
+        group, fingerprint = _split(keys[i])
+        size = sizes[group]
+        moved[i] = False
+        if size == 0:
+            continue
+        prints, low, high = _block(addresses[group], size)
+        b = _find_exact(prints, low, high, size, fingerprint, old[i])
+        if b >= 0:
+            low[b] = np.uint32(new[i] & 0xFFFFFFFF)
+            high[b] = np.uint8(new[i] >> 32)
+            moved[i] = True
+
+
+@njit(nogil=True, cache=True)
 def _put(prints, low, high, size, fingerprint, low_word, high_byte):
     b = _home(fingerprint, size)
     distance = 0

@@ -6,9 +6,12 @@ are.
 """
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from hpc_ctr.kernels.checksum import row_check
+from hpc_ctr.kernels.memory import pointer, prefetch
+
+_AHEAD = 4
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -47,6 +50,20 @@ def unpack_rows(rows, keys, records, t):
         t[i] = rows[i, 3]
         for w in range(words):
             records[i, w] = rows[i, 4 + w]
+
+
+@njit(nogil=True, cache=True)
+def copy_rows(sources, out):
+    """``out[i]``, uint32 [n, w] and C-contiguous, = the w words at address ``sources[i]``, uint64 [n]."""
+    n, words = out.shape
+    for i in range(n):
+        if i + _AHEAD < n:
+            ahead = sources[i + _AHEAD]
+            for line in range(0, 4 * words, 64):
+                prefetch(ahead + np.uint64(line))
+        row = carray(pointer(sources[i]), words, np.uint32)
+        for j in range(words):
+            out[i, j] = row[j]
 
 
 @njit(nogil=True, cache=True)

@@ -22,7 +22,7 @@ class ChunkWriter:
     """
 
     def __init__(self, write: Callable[[np.ndarray, int], None], offset: int, row_bytes: int, rows: int):
-        self._write, self._offset = write, offset
+        self._write, self._first, self._offset = write, offset, offset
         unit = math.lcm(row_bytes, DIRECT_BYTES) // row_bytes
         self._capacity = unit * max(1, _CHUNK_BYTES // (unit * row_bytes))
         self.several = rows > self._capacity
@@ -41,6 +41,13 @@ class ChunkWriter:
         self._filled += rows
         if self._filled == self._chunks.shape[1] and self._thread is not None:
             self._send()
+
+    def restart(self, offset: int) -> None:
+        """Rows begin at ``offset`` after all: only as long as nothing was written, or at the offset that it was."""
+        if self._offset != self._first and offset != self._first:
+            raise ValueError(f"rows were written from byte {self._first} on, they cannot begin at {offset}")
+        self._offset += offset - self._first
+        self._first = offset
 
     def _send(self) -> None:
         data = self._chunks[self._turn, :self._filled].reshape(-1).view(np.uint8)

@@ -70,7 +70,8 @@ class Claims:
         if len(parts) > 1:
             at, keys = (np.concatenate(column) for column in zip(*parts, strict=True))
             order = np.argsort(at, kind="stable")
-            parts[:] = [(at[order], keys[order])]
+            # a new list: whoever goes through the old one meanwhile sees all of it
+            parts = self._of[segment] = [(at[order], keys[order])]
         return parts[0]
 
     def rivals(self, key: np.uint64) -> list[tuple[int, int]]:

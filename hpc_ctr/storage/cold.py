@@ -16,10 +16,11 @@ from hpc_ctr.kernels.rows import pack_rows
 from hpc_ctr.storage import fs, manifest, recovery
 from hpc_ctr.storage.claims import Claims
 from hpc_ctr.storage.cold_index import LAST_LOCATION, ColdIndex
-from hpc_ctr.storage.compact import compact_all, tidy
+from hpc_ctr.storage.compact import compact_all, finish_rewrite, tidy
 from hpc_ctr.storage.reader import SegmentMap, Wanted, read_rows
 from hpc_ctr.storage.record import LATER, STORED_PREFIX_BYTES, RecordLayout, as_keys, as_words
 from hpc_ctr.storage.recovery import Segment
+from hpc_ctr.storage.rewrite import Rewrite
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.segment import Cursor, SegmentFile, SegmentInfo, SegmentWriter, unpack
 
@@ -37,7 +38,8 @@ class ColdStoreOptions:
     merged; output_rows: rows of a segment that a rewrite makes, at least (a 64th of all rows when that is
     more); claim_bytes: memory for notes of rows that were overwritten unread (storage/claims.py, 12 bytes
     each); when it is full a put reads what it overwrites; scan_bytes: buffer for segments that are read from
-    front to back; a rewrite takes about three times this.
+    front to back; a rewrite takes about twice this; background_bytes: rewrites of so many bytes or more are begun a
+    little earlier and run in a thread beside gets and puts.
     """
 
     gap_bytes: int = 12 << 10
@@ -49,6 +51,7 @@ class ColdStoreOptions:
     output_rows: int = 1 << 20
     claim_bytes: int = 256 << 20
     scan_bytes: int = 16 << 20
+    background_bytes: int = 32 << 20
 
 
 @dataclass
@@ -80,6 +83,7 @@ class ColdStore:
         self.claims = Claims(self.options.claim_bytes)
         # called with (keys, old locations, new locations) when rows were moved by a rewrite
         self.on_move: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
+        self.rewriting: Rewrite | None = None  # under way in the background
         self._segments: list[Segment] = []
         self._deleted = 0  # entries of the index that are deletions
         self._lock = -1
@@ -120,13 +124,19 @@ class ColdStore:
         return [SegmentInfo(s.file.path, s.file.rows, s.live, s.digest, s.file.nbytes)
                 for s in self._segments]
 
+    @property
+    def in_flight(self) -> list[Segment]:
+        """The segments that are being rewritten in the background."""
+        return self.rewriting.victims if self.rewriting is not None else []
+
     def segments_of(self, deletions: bool) -> list[Segment]:
         """The committed segments of rows, or those of deletions."""
         return [s for s in self._segments if s.deletions == deletions]
 
     # --- opening and committing
 
-    def _path(self, number: int) -> str:
+    def path_of(self, number: int) -> str:
+        """The file of a segment."""
         return os.path.join(self.directory, recovery.segment_name(number))
 
     def _open(self, progress: Progress | None) -> None:
@@ -135,7 +145,7 @@ class ColdStore:
         for entry in state.segments:
             file = recovery.open_entry(self.directory, entry, self.layout, self.options.direct)
             number = recovery.segment_number(entry.file)
-            self._segments.append(Segment(file, number, self._take_locations(file.rows), 0, entry.digest))
+            self._segments.append(Segment(file, number, self.take_locations(file.rows), 0, entry.digest))
         self._map_segments()
         self.index.expect(sum(entry.live for entry in state.segments))
         recovery.rebuild(self._segments, self.index, progress)
@@ -143,7 +153,15 @@ class ColdStore:
         self.index.trim()
         recovery.remove_leftovers(self.directory, state)
 
-    def _take_locations(self, rows: int) -> int:
+    def take_numbers(self, count: int) -> list[int]:
+        """Numbers for so many segments to come; their locations must be taken in the same order."""
+        self.check_writable()
+        first = self._next_number
+        self._next_number += count
+        return list(range(first, first + count))
+
+    def take_locations(self, rows: int) -> int:
+        """The location of the first of so many rows to come."""
         base = self._next_base
         if base + rows > LAST_LOCATION:
             raise StorageError(f"{self.directory}: 2^40 rows were written since it was opened; reopen it")
@@ -160,22 +178,25 @@ class ColdStore:
 
     def write_segment(self, rows: int, deletions: bool = False) -> tuple[int, SegmentWriter]:
         """Number and writer of the next segment."""
-        self.check_writable()
-        number = self._next_number
-        self._next_number += 1
-        return number, SegmentWriter(self._path(number), self.layout, self.name, rows, deletions)
+        number = self.take_numbers(1)[0]
+        return number, self.writer(number, rows, deletions)
+
+    def writer(self, number: int, rows: int, deletions: bool = False) -> SegmentWriter:
+        """Writer of the segment that has this number."""
+        return SegmentWriter(self.path_of(number), self.layout, self.name, rows, deletions)
 
     def commit(self, number: int, digest: str, superseded: np.ndarray,
-               keep: tuple[Segment, ...] = ()) -> Segment:
+               keep: tuple[Segment, ...] = (), base: int | None = None) -> Segment:
         """Make a finished segment part of the committed state, and drop segments without live rows.
 
         superseded: how many rows of each segment, in the order of ``segments()``, are stale now. Segments in
-        ``keep`` stay open even without live rows.
+        ``keep`` stay open even without live rows. base: the location of its first row, when that was taken before.
         """
-        path = self._path(number)
+        path = self.path_of(number)
         try:
             file = SegmentFile(path, self.layout, self.options.direct)
-            added = Segment(file, number, self._take_locations(file.rows), file.rows, digest)
+            base = self.take_locations(file.rows) if base is None else base
+            added = Segment(file, number, base, file.rows, digest)
         except StorageError:
             fs.remove_quietly(path)
             raise
@@ -192,11 +213,13 @@ class ColdStore:
 
     def _commit(self, lives: list[int], added: Segment | None, keep: tuple[Segment, ...]) -> None:
         pairs = list(zip(self._segments, lives, strict=True))
+        keep += tuple(self.in_flight)
         # what was overwritten unread must be compared before it goes
         gone = [s for s, live in pairs if not live and s not in keep and s.number not in self.claims]
         kept = [(s, live) for s, live in pairs if s not in gone]
         if added is not None:
             kept.append((added, added.live))
+            kept.sort(key=lambda pair: pair[0].number)  # what was written in the background comes before later puts
         entries = tuple(manifest.Entry(os.path.basename(s.file.path), s.file.rows, live, s.digest)
                         for s, live in kept)
         state = manifest.new(self.name, self.layout, self._next_number, entries)
@@ -283,7 +306,9 @@ class ColdStore:
     def _recover(self, key: np.uint64) -> bool:
         """Give a key its entry back when another one has claimed its row; whether it was so."""
         location = -1
-        for number, row in self.claims.rivals(key):
+        with self.index.lock:
+            rivals = self.claims.rivals(key)
+        for number, row in rivals:
             segment = next(s for s in self._segments if s.number == number)
             if segment.file.key_of(row) == int(key):
                 location = max(location, segment.base + row)  # of several rows of one key the last written
@@ -312,6 +337,7 @@ class ColdStore:
 
     def settle_claims(self) -> None:
         """Compare every row that was overwritten unread, by reading the segments concerned."""
+        finish_rewrite(self)
         for segment in [s for s in self._segments if s.number in self.claims]:
             cursor = Cursor(segment.file, self.options.scan_bytes)
             while len(cursor.rows):
@@ -463,12 +489,13 @@ class ColdStore:
         owner = self._owners(old[claimed])
         doubtful = tuple(self._segments[i] for i in np.unique(owner))
         added = self.commit(number, digest, self.count_by_segment(old[~fresh]), doubtful)
-        for segment, part in zip(doubtful, _split_by(owner)):
-            here = np.flatnonzero(claimed)[part]
-            self.claims.add(segment.number, old[here] - segment.base, keys[here])
         self._deleted += n * deletions - superseded
         new = added.base + np.arange(n)
-        self.index.move(keys, old, new)
+        with self.index.lock:  # a rewrite in the background sees claims and entries change together
+            for segment, part in zip(doubtful, _split_by(owner)):
+                here = np.flatnonzero(claimed)[part]
+                self.claims.add(segment.number, old[here] - segment.base, keys[here])
+            self.index.move(keys, old, new)
         self.index.add(keys, new, fresh)
         return new
 
@@ -501,6 +528,11 @@ class ColdStore:
         """How many of the locations are in each segment, int64 [segments]."""
         return np.bincount(self._owners(locations), minlength=len(self._segments))
 
+    def supersede(self, locations: np.ndarray) -> None:
+        """Count the rows at these places as stale."""
+        for segment, count in zip(self._segments, self.count_by_segment(locations), strict=True):
+            segment.live -= int(count)
+
     def tidy(self) -> None:
         """Rewrite segments that are mostly stale, merge the smallest when there are too many, and drop deletions that
         are not needed any more."""
@@ -509,6 +541,10 @@ class ColdStore:
     def compact(self) -> None:
         """Rewrite every segment that has stale rows."""
         compact_all(self)
+
+    def finish(self) -> None:
+        """Wait for what goes on in the background, and take it over."""
+        finish_rewrite(self)
 
     @property
     def deleted(self) -> int:
@@ -540,7 +576,10 @@ class ColdStore:
         return recovery.verify(self.directory, progress)
 
     def close(self) -> None:
-        """Close all files; more than once does no harm."""
+        """Close all files; more than once does no harm. What is under way in the background is given up."""
+        if self.rewriting is not None:
+            self.rewriting.cancel()
+            self.rewriting = None
         for segment in self._segments:
             segment.file.close()
         self._refusal = f"the store {self.directory} is closed"

@@ -4,6 +4,8 @@ It does not hold keys. Several entries may match a key, and an entry may match a
 caller reads the record at each location and compares. An entry is named exactly by (key, location).
 """
 
+import threading
+
 import numpy as np
 
 from hpc_ctr.kernels import cold_index as kernels
@@ -22,9 +24,13 @@ def bytes_for(rows: int) -> int:
 
 
 class ColdIndex:
-    """Entries (key, location) in 256 groups that grow one at a time, so that growth needs no second copy."""
+    """Entries (key, location) in 256 groups that grow one at a time, so that growth needs no second copy.
+
+    One thread changes it. Another one may call ``has`` meanwhile, and hold ``lock`` to see several answers of one state.
+    """
 
     def __init__(self):
+        self.lock = threading.RLock()
         self._blocks = [np.empty(0, np.uint8)] * GROUPS
         self._addresses = np.zeros(GROUPS, np.uint64)
         self._sizes = np.zeros(GROUPS, np.int64)
@@ -54,23 +60,35 @@ class ColdIndex:
     def has(self, keys: np.ndarray, locations: np.ndarray) -> np.ndarray:
         """Whether the entries (key, location) exist, bool [n]."""
         out = np.empty(len(keys), np.bool_)
-        kernels.has(self._addresses, self._sizes, keys, locations, out)
+        with self.lock:
+            kernels.has(self._addresses, self._sizes, keys, locations, out)
         return out
 
     def move(self, keys: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
         """Change the location of existing entries; where ``old`` is negative nothing is done."""
-        if kernels.move(self._addresses, self._sizes, keys, old, new):
+        with self.lock:
+            lost = kernels.move(self._addresses, self._sizes, keys, old, new)
+        if lost:
             raise KeyError("an entry that was to move is not in the cold index")
+
+    def move_present(self, keys: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """As ``move``, passing over entries that do not exist; returns which do, bool [n]."""
+        moved = np.empty(len(keys), np.bool_)
+        with self.lock:
+            kernels.move_present(self._addresses, self._sizes, keys, old, new, moved)
+        return moved
 
     def add(self, keys: np.ndarray, locations: np.ndarray, wanted: np.ndarray | None = None) -> None:
         """Add entries for keys that are not stored yet (those where ``wanted``)."""
         wanted = np.ones(len(keys), np.bool_) if wanted is None else wanted
         self.reserve(keys[wanted])
-        kernels.add(self._addresses, self._sizes, self._counts, keys, locations, wanted)
+        with self.lock:
+            kernels.add(self._addresses, self._sizes, self._counts, keys, locations, wanted)
 
     def remove(self, keys: np.ndarray, locations: np.ndarray) -> int:
         """Remove entries; returns how many were there."""
-        return int(kernels.remove(self._addresses, self._sizes, self._counts, keys, locations))
+        with self.lock:
+            return int(kernels.remove(self._addresses, self._sizes, self._counts, keys, locations))
 
     def reserve(self, keys: np.ndarray) -> None:
         """Make room for these keys, none of which is stored yet."""
@@ -95,6 +113,7 @@ class ColdIndex:
     def _grow(self, group: int, needed: int) -> None:
         size = int(needed / _NEW_LOAD) + 2
         block = np.empty(size * ENTRY_BYTES, np.uint8)
-        kernels.regrow(self._addresses[group], self._sizes[group], np.uint64(block.ctypes.data), size)
-        self._blocks[group] = block
-        self._addresses[group], self._sizes[group] = block.ctypes.data, size
+        with self.lock:
+            kernels.regrow(self._addresses[group], self._sizes[group], np.uint64(block.ctypes.data), size)
+            self._blocks[group] = block
+            self._addresses[group], self._sizes[group] = block.ctypes.data, size

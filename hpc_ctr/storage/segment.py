@@ -43,24 +43,25 @@ class SegmentInfo:
 
 
 class SegmentWriter:
-    """Writes one segment of exactly ``rows`` rows, ascending by key, under a temporary name.
+    """Writes one segment of ``rows`` rows, ascending by key, under a temporary name.
 
-    ``finish`` syncs it and gives it its name; leaving the ``with`` block without that removes what was
-    written. deletions: the rows are keys that were deleted (only with a lifecycle). Rows go to the disk around the page
-    cache, a chunk of about 2 MiB being written while the next one is filled.
+    ``shorten`` says that it becomes fewer; ``finish`` syncs it and gives it its name; leaving the ``with`` block without
+    that removes what was written. deletions: the rows are keys that were deleted (only with a lifecycle). Rows go to the
+    disk around the page cache, a chunk of about 2 MiB being written while the next one is filled.
     """
 
     def __init__(self, path: str, layout: RecordLayout, table: str, rows: int, deletions: bool = False):
         self.path, self.layout, self.rows, self.written = path, layout, rows, 0
         self._temporary = path + fs.TEMPORARY
         self._state = new_digest()
-        self._head, self._tail = _description(layout, table, rows, deletions)
+        self._describe = lambda rows: _description(layout, table, rows, deletions)
+        self._head, self._tail = self._describe(rows)
         self._descriptor = fs.create(self._temporary)
         self._direct = -1
         self._chunks: ChunkWriter | None = None
         try:
-            fs.truncate(self._descriptor, self._temporary,
-                        len(self._head) + rows * layout.stored_bytes + len(self._tail))
+            self._nbytes = len(self._head) + rows * layout.stored_bytes + len(self._tail)
+            fs.truncate(self._descriptor, self._temporary, self._nbytes)
             self._chunks = ChunkWriter(self._write, len(self._head), layout.stored_bytes, rows)
             if self._chunks.several:
                 self._direct = fs.open_direct_write(self._temporary)
@@ -92,6 +93,12 @@ class SegmentWriter:
             self.advance(len(space))
             rows = rows[len(space):]
 
+    def shorten(self) -> None:
+        """Take what is written so far, at least one row, as all there will be."""
+        self.rows = self.written
+        self._head, self._tail = self._describe(self.rows)
+        self._chunks.restart(len(self._head))
+
     def _write(self, data: np.ndarray, offset: int) -> None:
         whole = len(data) // fs.DIRECT_BYTES * fs.DIRECT_BYTES if self._direct >= 0 else 0
         if whole:
@@ -112,6 +119,8 @@ class SegmentWriter:
         fs.write(self._descriptor, self._temporary, self._head, 0)
         if self._tail:
             fs.write(self._descriptor, self._temporary, self._tail, end)
+        if end + len(self._tail) < self._nbytes:
+            fs.truncate(self._descriptor, self._temporary, end + len(self._tail))
         fs.sync(self._descriptor, self._temporary)
         self._close()
         fs.rename(self._temporary, self.path)

@@ -457,6 +457,7 @@ class TieredStore:
         Segment by segment, in key order within each, then the rows that are in the cache alone. Nothing is
         changed; the store must not be written to meanwhile.
         """
+        self._settle_staging()
         for keys, records, t in self.cold.iterate(batch_rows):
             self.cache.read(self.cache.lookup(keys), np.arange(len(keys)), as_words(records, self.layout), t)
             yield keys, records, t
