@@ -10,11 +10,15 @@ import io
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
+from hpc_ctr.comm.exchange import spread_blocks, sum_blocks
+from hpc_ctr.comm.trace import Trace
 from hpc_ctr.errors import HpcCtrError, UsageError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -28,16 +32,19 @@ class Allreduce(abc.ABC):
     """Interface: in-place sums over ``size`` ranks, and counters of what was handed in.
 
     bytes_by_name[name]: payload bytes handed in under that name (element size x count; not multiplied by what
-    a library's algorithm sends for them). calls_by_name and seconds_by_name go with it. note: one sentence
-    when the backend is not what one would expect, else "".
+    a library's algorithm sends for them). calls_by_name and seconds_by_name go with it. trace: counts what is sent to
+    whom, where this package sends it. note: one sentence when the backend is not what one would expect, else "". peers:
+    what a rank of the sum is: "rank" or "node".
     """
 
     backend = "none"
+    peers = "rank"
 
-    def __init__(self, rank: int, size: int, note: str = "") -> None:
+    def __init__(self, rank: int, size: int, note: str = "", trace: Trace | None = None) -> None:
         self.rank = rank
         self.size = size
         self.note = note
+        self.trace = trace or Trace(["self"] * max(size, 1))
         self.bytes_by_name: Counter[str] = Counter()
         self.calls_by_name: Counter[str] = Counter()
         self.seconds_by_name: Counter[str] = Counter()
@@ -54,22 +61,46 @@ class Allreduce(abc.ABC):
         device; shapes and dtypes must be the same on all ranks. name: the same on all ranks. Raises
         ValueError for other tensors, before anything is sent.
         """
-        flats = [_flat(tensor) for tensor in tensors]
         begin = time.perf_counter()
-        if self.size > 1:
-            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-            for flat in flats:
-                if flat.numel():
-                    by_dtype.setdefault(flat.dtype, []).append(flat)
-            for dtype, group in by_dtype.items():
-                self._sum(group, f"{name}.{str(dtype).removeprefix('torch.')}")
+        for group, full_name in self._groups(tensors, name):
+            self._sum(group, full_name)
         self.seconds_by_name[name] += time.perf_counter() - begin
+
+    def start_(self, tensors: Sequence[torch.Tensor], name: str) -> Callable[[], None]:
+        """Begin ``sum_`` and return at once; the sums are in the tensors, which are not to be touched until then, when
+        the function that is returned has returned. Collective.
+
+        One sum at a time may be under way; others by ``sum_`` may be made meanwhile. Calling the function again does
+        nothing. seconds_by_name counts what was waited for.
+        """
+        waits = [self._start(group, full_name) for group, full_name in self._groups(tensors, name)]
+
+        def wait() -> None:
+            begin = time.perf_counter()
+            while waits:
+                waits.pop(0)()
+            self.seconds_by_name[name] += time.perf_counter() - begin
+
+        return wait
+
+    def _groups(self, tensors: Sequence[torch.Tensor], name: str) -> list[tuple[list[torch.Tensor], str]]:
+        """Flat tensors of one dtype and a name for each such group; counts them as handed in."""
+        flats = [_flat(tensor) for tensor in tensors]
         self.bytes_by_name[name] += sum(flat.numel() * flat.element_size() for flat in flats)
         self.calls_by_name[name] += 1
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for flat in flats if self.size > 1 else ():
+            if flat.numel():
+                by_dtype.setdefault(flat.dtype, []).append(flat)
+        return [(group, f"{name}.{str(dtype).removeprefix('torch.')}") for dtype, group in by_dtype.items()]
 
     @abc.abstractmethod
     def _sum(self, flats: list[torch.Tensor], name: str) -> None:
         """Sum flat, non-empty tensors of one dtype over the ranks (two or more), in place."""
+
+    @abc.abstractmethod
+    def _start(self, flats: list[torch.Tensor], name: str) -> Callable[[], None]:
+        """As ``_sum``, but only begin; the function that is returned waits for the end."""
 
 
 class SerialAllreduce(Allreduce):
@@ -83,54 +114,93 @@ class SerialAllreduce(Allreduce):
     def _sum(self, flats: list[torch.Tensor], name: str) -> None:
         pass  # the sum over one rank is there already
 
+    def _start(self, flats: list[torch.Tensor], name: str) -> Callable[[], None]:
+        return lambda: None
 
-class MpiAllreduce(Allreduce):
+
+class BlockwiseAllreduce(Allreduce):
+    """Base of the sums that this package sends itself, one contiguous piece of memory at a time.
+
+    piece_elements: how many elements travel at once; bounds the scratch memory (two pieces) and keeps every
+    count far below 2^31. Tensors on a GPU, and pieces that lie in several tensors, are copied together in host memory;
+    others travel from where they are. A sum that was started is made by a thread with communicators of its own.
+    """
+
+    def __init__(self, rank: int, size: int, note: str, trace: Trace | None, piece_elements: int) -> None:
+        super().__init__(rank, size, note, trace)
+        self.piece_elements = piece_elements
+        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._aside: BlockwiseAllreduce | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    @abc.abstractmethod
+    def _sum_array(self, flat: np.ndarray, purpose: str) -> None:
+        """Sum ``flat`` [n > 0] over the ranks, in place."""
+
+    @abc.abstractmethod
+    def _twin(self) -> "BlockwiseAllreduce":
+        """The same on communicators of its own, with a trace that is not this one. Collective."""
+
+    def _sum(self, flats: list[torch.Tensor], name: str) -> None:
+        purpose = name.rpartition(".")[0]
+        for piece in _pieces(flats, self.piece_elements):
+            if len(piece) == 1 and piece[0].device.type == "cpu":
+                self._sum_array(piece[0].numpy(), purpose)
+                continue
+            together = self._scratch("together", piece[0].dtype, sum(part.numel() for part in piece))
+            parts = together.split([part.numel() for part in piece])
+            for part, into in zip(piece, parts):
+                into.copy_(part)
+            self._sum_array(together.numpy(), purpose)
+            for part, into in zip(piece, parts):
+                part.copy_(into)
+
+    def _start(self, flats: list[torch.Tensor], name: str) -> Callable[[], None]:
+        if self._aside is None or self._thread is None:
+            self._aside, self._thread = self._twin(), ThreadPoolExecutor(1, "allreduce")
+        aside = self._aside
+        under_way = self._thread.submit(aside._sum, flats, name)
+
+        def wait() -> None:
+            under_way.result()
+            self.trace.take(aside.trace)
+            aside.trace.clear()
+
+        return wait
+
+    def _scratch(self, use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """[count] elements of memory that is kept from call to call; their values are anything."""
+        memory = self._memory.get((use, dtype))
+        if memory is None or memory.numel() < count:
+            memory = self._memory[use, dtype] = torch.empty(count, dtype=dtype)
+        return memory[:count]
+
+    def _parts(self, like: np.ndarray, count: int) -> np.ndarray:
+        return self._scratch("parts", torch.from_numpy(like[:0]).dtype, count).numpy()
+
+
+class MpiAllreduce(BlockwiseAllreduce):
     """Sums through mpi4py, added in rank order: the same bits on every rank, run and MPI library.
 
     A library's own reduction may pick its order by message size, arrival or topology. Here every rank
-    receives its share of all ranks' values (Alltoall), adds them in rank order, and passes the result on
-    (Allgather): the bytes of a ring. Tensors on a GPU are staged through host memory.
-    piece_elements: how many elements travel at once; bounds the scratch memory (two pieces) and keeps every
-    count far below 2^31.
+    receives its share of all ranks' values, adds them in rank order, and gives the result to all others: the bytes of
+    a ring.
     """
 
     backend = "mpi"
 
-    def __init__(self, comm: Any, note: str = "", piece_elements: int = 1 << 23) -> None:
-        super().__init__(comm.rank, comm.size, note)
+    def __init__(self, comm: Any, note: str = "", piece_elements: int = 1 << 23, trace: Trace | None = None) -> None:
+        super().__init__(comm.rank, comm.size, note, trace, piece_elements)
         self.comm = comm
-        self.piece_elements = piece_elements
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
-    def _sum(self, flats: list[torch.Tensor], name: str) -> None:
-        for piece in _pieces(flats, self.piece_elements):
-            self._sum_piece(piece)
+    def _twin(self) -> BlockwiseAllreduce:
+        return MpiAllreduce(self.comm.Dup(), piece_elements=self.piece_elements, trace=self.trace.ahead())
 
-    def _sum_piece(self, slices: list[torch.Tensor]) -> None:
-        total = sum(part.numel() for part in slices)
-        block = -(-total // self.size)
-        send, recv = self._buffers(slices[0].dtype, block * self.size)
-        begin = 0
-        for part in slices:
-            send[begin:begin + part.numel()].copy_(part)
-            begin += part.numel()
-        send[total:] = 0
-        self.comm.Alltoall(send.numpy(), recv.numpy())
-        shares = recv.view(self.size, block)
-        mine = shares[0]
-        for share in shares[1:]:
-            mine.add_(share)
-        self.comm.Allgather(mine.numpy(), send.numpy())
-        begin = 0
-        for part in slices:
-            part.copy_(send[begin:begin + part.numel()])
-            begin += part.numel()
-
-    def _buffers(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.numel() < 2 * count:
-            scratch = self._scratch[dtype] = torch.empty(2 * count, dtype=dtype)
-        return scratch[:count], scratch[count:2 * count]
+    def _sum_array(self, flat: np.ndarray, purpose: str) -> None:
+        bounds = even_bounds(len(flat), self.size, self.size)
+        ranks = list(range(self.size))
+        sum_blocks(self.comm, flat, bounds, self._parts(flat, len(flat) + self.size ** 2), self.trace, purpose, ranks)
+        spread_blocks(self.comm, flat, bounds, self.trace, purpose, ranks)
 
 
 class HorovodAllreduce(Allreduce):
@@ -144,7 +214,7 @@ class HorovodAllreduce(Allreduce):
     # Horovod passes a fused group's element count to MPI as one int.
     piece_elements = 1 << 30
 
-    def __init__(self, comm: Any, note: str = "") -> None:
+    def __init__(self, comm: Any, note: str = "", trace: Trace | None = None) -> None:
         from mpi4py import MPI
 
         if MPI.Comm.Compare(comm, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
@@ -162,20 +232,34 @@ class HorovodAllreduce(Allreduce):
             raise UsageError(f"merge.backend: Horovod sees rank {hvd.rank()} of {hvd.size()} where MPI has "
                              f"rank {comm.rank} of {comm.size}, so it was built for another MPI library; "
                              "build it again with this environment's mpicxx, or set merge.backend: mpi")
-        super().__init__(comm.rank, comm.size, note)
+        super().__init__(comm.rank, comm.size, note, trace)
         self._hvd = hvd
 
     def _sum(self, flats: list[torch.Tensor], name: str) -> None:
-        try:
-            for number, piece in enumerate(_pieces(flats, self.piece_elements)):
-                self._hvd.grouped_allreduce_(piece, name=f"hpc_ctr.{name}.{number}", op=self._hvd.Sum)
-        except self._hvd.HorovodInternalError as error:
-            limit = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
-            raise HpcCtrError(f"Horovod could not finish the sum {name}: another rank failed or was more "
-                              f"than {limit} s late ({error})") from error
+        self._start(flats, name)()
+
+    def _start(self, flats: list[torch.Tensor], name: str) -> Callable[[], None]:
+        handles = [self._hvd.grouped_allreduce_async_(piece, name=f"hpc_ctr.{name}.{number}", op=self._hvd.Sum)
+                   for number, piece in enumerate(_pieces(flats, self.piece_elements))]
+
+        def wait() -> None:
+            try:
+                for handle in handles:
+                    self._hvd.synchronize(handle)
+            except self._hvd.HorovodInternalError as error:
+                limit = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+                raise HpcCtrError(f"Horovod could not finish the sum {name}: another rank failed or was more "
+                                  f"than {limit} s late ({error})") from error
+
+        return wait
 
 
-def make_allreduce(backend: str = "auto", comm: Any = None) -> Allreduce:
+def even_bounds(count: int, shares: int, ranks: int) -> np.ndarray:
+    """Bounds int64 [ranks+1] of ``count`` elements in even blocks for the first ``shares`` ranks, none for the others."""
+    return np.minimum(np.arange(ranks + 1), shares) * count // shares
+
+
+def make_allreduce(backend: str = "auto", comm: Any = None, trace: Trace | None = None) -> Allreduce:
     """The implementation for ``merge.backend`` on comm (mpi4py's, or None for one process). Collective.
 
     "horovod" and "mpi" are taken as asked; "auto" is Horovod when every rank can import one that was built
@@ -186,15 +270,15 @@ def make_allreduce(backend: str = "auto", comm: Any = None) -> Allreduce:
     if comm is None or comm.size == 1:
         return SerialAllreduce("" if backend == "auto" else f"one rank: {backend} has nothing to do")
     if backend == "mpi":
-        return MpiAllreduce(comm)
+        return MpiAllreduce(comm, trace=trace)
     if backend == "horovod":
-        return HorovodAllreduce(comm)
+        return HorovodAllreduce(comm, trace=trace)
     reason = _why_not_horovod(comm)
     # Ranks may see different installations; they must take the same way.
     reasons = [text for text in comm.allgather(reason) if text]
     if reasons:
-        return MpiAllreduce(comm, f"merge.backend auto took mpi: {reasons[0]}")
-    return HorovodAllreduce(comm)
+        return MpiAllreduce(comm, f"merge.backend auto took mpi: {reasons[0]}", trace=trace)
+    return HorovodAllreduce(comm, trace=trace)
 
 
 def horovod_status() -> str:

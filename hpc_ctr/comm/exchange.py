@@ -8,6 +8,7 @@ from hpc_ctr.comm.trace import Trace
 
 # MPI counts are C ints; 1 GiB a message also keeps single messages away from library limits.
 MAX_MESSAGE_BYTES = 1 << 30
+_TAG_SUM, _TAG_SPREAD = 2, 3
 
 
 def exchange_counts(comm: Any, counts: np.ndarray) -> np.ndarray:
@@ -50,6 +51,60 @@ def exchange_rows(comm: Any, rows: np.ndarray, send_counts: np.ndarray, recv_cou
     if requests:
         _wait_all(requests)
     return out
+
+
+def sum_blocks(comm: Any, flat: np.ndarray, bounds: np.ndarray, scratch: np.ndarray, trace: Trace, purpose: str,
+               world_ranks: list[int]) -> None:
+    """Sum one block a rank: block r of ``flat`` [n], from bounds[r] to bounds[r+1], becomes the sum over the ranks of
+    ``comm`` at rank r, added in rank order; the other blocks are left as they are. Collective.
+
+    bounds: int [size+1], the same on all ranks; a rank may have an empty block. scratch: of flat's dtype, with room for
+    size times the largest block.
+    """
+    rank, size = comm.rank, comm.size
+    mine = flat[bounds[rank]:bounds[rank + 1]]
+    parts = scratch[:size * len(mine)].reshape(size, len(mine))
+    requests = []
+    for step in range(1, size):
+        if len(mine):
+            peer = (rank - step) % size
+            requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SUM) for part in _cut(parts[peer])]
+    for step in range(1, size):
+        peer = (rank + step) % size
+        block = flat[bounds[peer]:bounds[peer + 1]]
+        if len(block):
+            trace.sent(purpose, world_ranks[peer], block.nbytes)
+            requests += [comm.Isend(_as_bytes(part), peer, _TAG_SUM) for part in _cut(block)]
+    _wait_all(requests)
+    if size == 1 or not len(mine):
+        return
+    parts[rank] = mine
+    np.add(parts[0], parts[1], out=mine)
+    for part in parts[2:]:
+        np.add(mine, part, out=mine)
+
+
+def spread_blocks(comm: Any, flat: np.ndarray, bounds: np.ndarray, trace: Trace, purpose: str,
+                  world_ranks: list[int]) -> None:
+    """Give block r of ``flat`` from rank r of ``comm`` to all others, in place; as ``sum_blocks`` otherwise."""
+    rank, size = comm.rank, comm.size
+    mine, requests = flat[bounds[rank]:bounds[rank + 1]], []
+    for step in range(1, size):
+        peer = (rank - step) % size
+        block = flat[bounds[peer]:bounds[peer + 1]]
+        if len(block):
+            requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(block)]
+    for step in range(1, size):
+        peer = (rank + step) % size
+        if len(mine):
+            trace.sent(purpose, world_ranks[peer], mine.nbytes)
+            requests += [comm.Isend(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(mine)]
+    _wait_all(requests)
+
+
+def _cut(array: np.ndarray) -> list[np.ndarray]:
+    most = MAX_MESSAGE_BYTES // array.itemsize
+    return [array[at:at + most] for at in range(0, len(array), most)]
 
 
 def _wait_all(requests: list[Any]) -> None:

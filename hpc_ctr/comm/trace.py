@@ -43,6 +43,11 @@ class Trace:
         for purpose, seconds in other.seconds.items():
             self.seconds[purpose] += seconds
 
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.bytes.clear()
+        self.seconds.clear()
+
     @contextmanager
     def timed(self, purpose: str) -> Iterator[None]:
         """Add the block's wall time to ``purpose``."""

@@ -7,7 +7,7 @@ import torch
 
 from hpc_ctr.comm.allreduce import Allreduce, SerialAllreduce
 from hpc_ctr.errors import UsageError
-from hpc_ctr.optim.flat import FlatOptimizer
+from hpc_ctr.optim.flat import FlatOptimizer, Param, first_bad
 
 
 class SyncAdam(FlatOptimizer):
@@ -18,7 +18,7 @@ class SyncAdam(FlatOptimizer):
     same bits on every worker. A step hands merged_bytes to one ``merger.sum_`` under the name "dense_grad".
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float = 1e-3,
+    def __init__(self, params: Iterable[Param], lr: float = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  merger: Allreduce | None = None) -> None:
         super().__init__(params, lr, betas, eps, merger or SerialAllreduce())
@@ -29,12 +29,10 @@ class SyncAdam(FlatOptimizer):
 
         samples: int [N], samples of every worker in this step, the same array on all of them; None means that
         all had equally many. The gradients are overwritten by the summed one. Where no worker had samples
-        nothing travels and nothing changes. Returns True when gradients were exchanged.
+        nothing travels and nothing changes. Returns True when gradients were exchanged. Raises DataError on all
+        workers when a gradient is not finite on one.
         """
-        counts = np.ones(self.workers, np.int64) if samples is None else np.asarray(samples).astype(np.int64)
-        if counts.shape != (self.workers,):
-            raise ValueError(f"step: samples must have one entry for each of {self.workers} workers, "
-                             f"not shape {counts.shape}")
+        counts = self._samples(samples)
         self.global_step += 1
         total = int(counts.sum())
         if total == 0:
@@ -44,14 +42,16 @@ class SyncAdam(FlatOptimizer):
             grad.mul_(float(counts[self.rank] / total))
         else:
             grad.zero_()
+        bad = {"gradient": first_bad(grad)}
         self.merger.sum_([grad], "dense_grad")
+        self.stop_unless_finite(grad, bad, self.merger)
         self.merges += 1
         self._adam(grad)
         return True
 
     def load_worker_state(self, state: dict[str, np.ndarray]) -> None:
         """See FlatOptimizer.load_worker_state; a state of KStepAdam in the middle of a window is refused."""
-        if np.any(state.get("active", False)):
+        if np.any(state.get("active", False)) or len(state.get("late_x", ())):
             raise UsageError("the dense state is of workers between two merges, each with its own "
                              "parameters; combine the states first")
         super().load_worker_state(state)
