@@ -25,6 +25,7 @@ from hpc_ctr.data.order import OrderState
 from hpc_ctr.data.source import open_source
 from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, DataError, UsageError
 from hpc_ctr.metrics.binary import BinaryStats
+from hpc_ctr.optim.flat import workers_of
 from hpc_ctr.report.run_folder import FolderLock, MetricsLog, RunFolder, earlier_checkpoint_dir, write_summary
 from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.train.evaluate import evaluate as evaluate_job
@@ -193,8 +194,8 @@ class _Run:
         else:
             job.optimizer.check_same_start()
             job.open_stores()
-        if job.allreduce.note:
-            self.line.say(job.allreduce.note)
+        if job.mergers.between.note:
+            self.line.say(job.mergers.between.note)
         feed = Feed(self.source, self.config.data.epochs, comm, job.tables, job.pass_budget, epoch, state)
         self.feed = feed
         try:
@@ -247,7 +248,7 @@ class _Run:
         samples = int(report.samples.sum())
         loss = float(report.loss_sums.sum() / max(samples, 1))
         hits = counters["host_hits"] / max(1, counters["host_hits"] + counters["cold_hits"])
-        merge_share = (job.allreduce.seconds + job.trace.seconds["row_merge"]) / max(self.seconds, 1e-9)
+        merge_share = (job.mergers.seconds + job.trace.seconds["row_merge"]) / max(self.seconds, 1e-9)
         self._log_steps(report)
         self._tell_bad_rows(self.feed.bad_rows())
         if self.log:
@@ -314,7 +315,8 @@ class _Run:
         order = self.source.merge_positions(job.session.comm.allgather(position))
         manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, epoch,
                             order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
-                            finished, self.config.seed, self._bytes(), self._tiers())
+                            finished, self.config.seed, self._bytes(), self._tiers(),
+                            workers=workers_of(job.optimizer.members))
         arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}
         arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
@@ -367,7 +369,7 @@ class _Run:
             "train_auc": stats.auc(), "train_logloss": stats.logloss(), "train_calibration": stats.calibration(),
             "ranks": job.session.size, "replicas": len(job.replicas.groups), "k": self.config.merge.k,
             "k_rows": self.config.rows.k_rows, "merges": job.optimizer.merges,
-            "merged_bytes": job.optimizer.merged_bytes, "merge_backend": job.allreduce.backend, "bytes": traffic,
+            "merged_bytes": job.optimizer.merged_bytes, "merge_backend": job.mergers.between.backend, "bytes": traffic,
             "tiers": tiers, "bad_rows": bad.count, "rows_read": bad.total, "bad_row_examples": bad.examples,
             "unmatched_rows": bad.unmatched, "peak_rss_bytes": max(rss),
             "device": str(job.device), "torch": torch.__version__}
@@ -428,7 +430,7 @@ def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool,
     with mpi.together(session.comm):
         checkpoint_load.check_tables(manifest, job.tables)
         segments = checkpoint_load.segment_files(folder.parent, manifest)
-        arrays = checkpoint_load.worker_arrays(folder, manifest, session.rank, session.size)
+        arrays = checkpoint_load.worker_arrays(folder, manifest, session.rank, workers_of(job.optimizer.members))
         job.optimizer.load_worker_state(checkpoint_load.strip(arrays, "dense."))
         for name, buffer in job.model.named_buffers():
             buffer.copy_(torch.from_numpy(arrays[f"buffer.{name}"]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from hpc_ctr.cluster.options import ClusterOptions
 from hpc_ctr.data.options import DataOptions
 from hpc_ctr.embedding.table import EmbeddingOptions, tables_lifecycle
 from hpc_ctr.errors import UsageError
@@ -40,6 +41,7 @@ class Config:
     rows: RowsOptions = field(default_factory=RowsOptions)
     storage: StorageOptions = field(default_factory=StorageOptions)
     lifecycle: LifecycleOptions = field(default_factory=LifecycleOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -137,7 +139,8 @@ def check(config: Config) -> None:
     _one_of("dtype", config.dtype, ("float32", "float64"))
     _one_of("precision", config.precision, ("float32", "bfloat16"))
     config.data.validate()
-    for name in ("model", "embedding", "dense", "merge", "rows", "storage", "lifecycle", "train", "eval", "checkpoint"):
+    for name in ("model", "embedding", "dense", "merge", "rows", "storage", "lifecycle", "cluster", "train", "eval",
+                 "checkpoint"):
         section = getattr(config, name)
         if hasattr(section, "check"):
             section.check()

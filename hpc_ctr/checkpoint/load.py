@@ -39,16 +39,20 @@ def segment_files(root: Path, manifest: Manifest) -> list[list[list[str]]]:
     return out
 
 
-def worker_arrays(folder: Path, manifest: Manifest, rank: int, size: int) -> dict[str, np.ndarray]:
-    """This rank's arrays; on another rank count the dense state is combined from all (see combine_worker_states).
+def worker_arrays(folder: Path, manifest: Manifest, rank: int, workers: list[int]) -> dict[str, np.ndarray]:
+    """This rank's arrays; on another rank count, or where ``workers`` (the dense worker of every rank) are others, the
+    dense state is combined from all (see combine_worker_states).
 
     Statistics of all old ranks are added up on rank 0; show counters come for all shards; the generator starts anew.
     """
-    if size == manifest.ranks:
+    same_ranks = len(workers) == manifest.ranks
+    if same_ranks and workers == (manifest.workers or list(range(manifest.ranks))):
         return read_arrays(folder, rank)
     all_arrays = [read_arrays(folder, old) for old in range(manifest.ranks)]
     dense = combine_worker_states([strip(arrays, "dense.") for arrays in all_arrays])
     out = {f"dense.{name}": value for name, value in dense.items()}
+    if same_ranks:
+        return {name: value for name, value in all_arrays[rank].items() if not name.startswith("dense.")} | out
     out.update({name: value for name, value in all_arrays[0].items() if name.startswith("buffer.")})
     stats = [arrays["stats"] for arrays in all_arrays]
     out["stats"] = np.sum(stats, axis=0) if rank == 0 else np.zeros_like(stats[0])

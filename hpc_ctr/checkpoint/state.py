@@ -11,7 +11,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -28,7 +28,8 @@ FORMER = ".old"
 
 @dataclass
 class Manifest:
-    """checkpoint.json. segments[table][rank] lists pool files, oldest first: a later one overrides an earlier."""
+    """checkpoint.json. segments[table][rank] lists pool files, oldest first: a later one overrides an earlier.
+    workers[rank] is the dense worker that a rank was part of; empty where every rank was one."""
 
     step: int
     passes: int
@@ -44,6 +45,7 @@ class Manifest:
     bytes: dict[str, dict[str, int]]
     tiers: dict[str, int]
     format: int = FORMAT
+    workers: list[int] = field(default_factory=list)
 
     def to_json(self) -> str:
         """As text."""

@@ -52,6 +52,12 @@ def nodes_of(cpus: list[int], nodes: dict[int, list[int]]) -> list[int]:
     return sorted(node for node, its in nodes.items() if mine & set(its))
 
 
+def numa_domain() -> int | None:
+    """The NUMA node that all CPUs of this process are on; None where it may run on several."""
+    nodes = nodes_of(affinity(), numa_nodes())
+    return nodes[0] if len(nodes) == 1 else None
+
+
 def thread_count(environ: dict[str, str] | os._Environ = os.environ) -> int:
     """Threads that OpenMP code (torch, BLAS) starts in this process: OMP_NUM_THREADS, else one a CPU it may use."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()

@@ -184,23 +184,26 @@ class MpiAllreduce(BlockwiseAllreduce):
 
     A library's own reduction may pick its order by message size, arrival or topology. Here every rank
     receives its share of all ranks' values, adds them in rank order, and gives the result to all others: the bytes of
-    a ring.
+    a ring. ranks: what the ranks of ``comm`` are called in ``trace``.
     """
 
     backend = "mpi"
 
-    def __init__(self, comm: Any, note: str = "", piece_elements: int = 1 << 23, trace: Trace | None = None) -> None:
+    def __init__(self, comm: Any, note: str = "", piece_elements: int = 1 << 23, trace: Trace | None = None,
+                 ranks: list[int] | None = None) -> None:
         super().__init__(comm.rank, comm.size, note, trace, piece_elements)
         self.comm = comm
+        self.ranks = ranks or list(range(comm.size))
 
     def _twin(self) -> BlockwiseAllreduce:
-        return MpiAllreduce(self.comm.Dup(), piece_elements=self.piece_elements, trace=self.trace.ahead())
+        return MpiAllreduce(self.comm.Dup(), piece_elements=self.piece_elements, trace=self.trace.ahead(),
+                            ranks=self.ranks)
 
     def _sum_array(self, flat: np.ndarray, purpose: str) -> None:
         bounds = even_bounds(len(flat), self.size, self.size)
-        ranks = list(range(self.size))
-        sum_blocks(self.comm, flat, bounds, self._parts(flat, len(flat) + self.size ** 2), self.trace, purpose, ranks)
-        spread_blocks(self.comm, flat, bounds, self.trace, purpose, ranks)
+        parts = self._parts(flat, len(flat) + self.size ** 2)
+        sum_blocks(self.comm, flat, bounds, parts, self.trace, purpose, self.ranks)
+        spread_blocks(self.comm, flat, bounds, self.trace, purpose, self.ranks)
 
 
 class HorovodAllreduce(Allreduce):

@@ -21,12 +21,14 @@ class Session:
     """One rank's view of the job.
 
     comm is an mpi4py communicator duplicated from COMM_WORLD: traffic of the trainer never meets that of Horovod
-    or of a user's module on the world communicator.
+    or of a user's module on the world communicator. ranks_per_node: so many ranks of a host make a node of their own;
+    0: all of them make one.
     """
 
     comm: Any
     rank: int
     size: int
+    ranks_per_node: int = 0
 
     @cached_property
     def hosts(self) -> list[str]:
@@ -39,7 +41,16 @@ class Session:
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             by_host.setdefault(host, []).append(rank)
-        return list(by_host.values())
+        if not self.ranks_per_node:
+            return list(by_host.values())
+        return [ranks[at:at + self.ranks_per_node] for ranks in by_host.values()
+                for at in range(0, len(ranks), self.ranks_per_node)]
+
+    @property
+    def node_of(self) -> list[int]:
+        """The number of every rank's node. Collective on first use."""
+        by_rank = {rank: number for number, node in enumerate(self.nodes) for rank in node}
+        return [by_rank[rank] for rank in range(self.size)]
 
     @property
     def is_root(self) -> bool:

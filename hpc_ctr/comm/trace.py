@@ -2,19 +2,20 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-LINKS = ("same_node", "other_node", "payload")
+LINKS = ("same_numa", "same_node", "other_node", "payload")
 
 
 @dataclass
 class Trace:
     """Counters of one rank.
 
-    link_of[r] says how rank r is reached: "self" (never counted), "same_node" or "other_node". Collectives of a
-    library, whose inner messages are the library's affair, count the bytes handed in as "payload".
+    link_of[r] says how rank r is reached: "self" (never counted), "same_numa", "same_node" or "other_node".
+    Collectives of a library, whose inner messages are the library's affair, count the bytes handed in as "payload".
     """
 
     link_of: list[str]
@@ -58,10 +59,14 @@ class Trace:
             self.seconds[purpose] += time.perf_counter() - begin
 
 
-def link_classes(hosts: list[str], rank: int) -> list[str]:
-    """Link class of every rank as seen from ``rank``."""
-    return ["self" if r == rank else "same_node" if host == hosts[rank] else "other_node"
-            for r, host in enumerate(hosts)]
+def link_classes(nodes: Sequence[Any], rank: int, domains: Sequence[int | None] | None = None) -> list[str]:
+    """Link class of every rank as seen from ``rank``. nodes: what stands for the node of each rank, such as its host.
+    domains: the NUMA domain of each; None for one that may run on several, or is not known."""
+    out = []
+    for r, node in enumerate(nodes):
+        near = domains is not None and domains[r] is not None and domains[r] == domains[rank]
+        out.append("self" if r == rank else "other_node" if node != nodes[rank] else "same_numa" if near else "same_node")
+    return out
 
 
 def total(traces: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

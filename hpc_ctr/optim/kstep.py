@@ -143,19 +143,20 @@ class KStepAdam(FlatOptimizer):
         late, self._late = self._late, None
         late.wait()
         self.stop_unless_finite(late.means, late.bad, self.merger)
-        self.x.add_(late.correction())
+        if self._active.any():
+            self.x.add_(late.correction())
+        else:  # the same, but for rounding: where nobody has stepped since, x becomes the same bits everywhere
+            self.x.copy_(late.mean)
         self._take_vhat(late.cbar)
 
     @torch.no_grad()
     def finish(self) -> bool:
         """Apply a merge that is under way, and merge once more if any worker stepped since. Collective. True when x
         is the same bits on all workers only since then."""
-        if self._late and not self._active.any():
-            late = self._late
+        late = self._late is not None
+        if late:
             self._correct()
-            self.x.copy_(late.mean)  # what the correction gives too, but for rounding: now it is the same bits everywhere
-            return True
-        return self.merge()
+        return self.merge() or late
 
     @torch.no_grad()
     def averaged_x(self) -> torch.Tensor:

@@ -40,7 +40,13 @@ class MergeOptions:
     mode: str = "adam"  # v-hat becomes the mean of second moments (adam), or its running maximum (amsgrad)
     guard: bool = True  # the denominator is never below the worker's own second moment
     bias_correction: bool = True  # Adam's factors 1/(1-beta^t); off, with guard off, is the paper's form
+    k_start: int = 1  # with grow_steps: k at first
+    grow_steps: int = 0  # k doubles every so many steps, from k_start until it has grown to k; 0: k is constant
+    warmup_steps: int = 0  # steps at the beginning that merge every time
+    overlap: bool = False  # a merge goes on beside the next step and is applied after it
+    dense_workers: str = "rank"  # what steps alone: rank | node (its ranks average their gradients in every step)
     backend: str = "auto"  # auto (Horovod where it is installed) | horovod | mpi
+    route: str = "auto"  # flat: over all ranks at once | nodes: inside nodes, between them, back | auto: what sends less
 
     def __post_init__(self) -> None:
         self.check()
@@ -50,11 +56,20 @@ class MergeOptions:
         _one_of("merge.dense", self.dense, ("kstep", "sync"))
         _one_of("merge.mode", self.mode, ("adam", "amsgrad"))
         _one_of("merge.backend", self.backend, ("auto", "horovod", "mpi"))
-        if isinstance(self.k, bool) or not isinstance(self.k, int):
-            raise UsageError(f"merge.k: must be a whole number, not {self.k!r}")
-        if self.k < 1:
-            raise UsageError(f"merge.k: must be at least 1, not {self.k}")
-        for name in ("guard", "bias_correction"):
+        _one_of("merge.dense_workers", self.dense_workers, ("rank", "node"))
+        _one_of("merge.route", self.route, ("auto", "flat", "nodes"))
+        for name, least in (("k", 1), ("k_start", 1), ("grow_steps", 0), ("warmup_steps", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"merge.{name}: must be a whole number, not {value!r}")
+            if value < least:
+                raise UsageError(f"merge.{name}: must be at least {least}, not {value}")
+        if self.grow_steps and self.k_start > self.k:
+            raise UsageError(f"merge.k_start: {self.k_start} cannot grow to merge.k {self.k}; give a smaller one")
+        if self.backend == "horovod" and (self.route == "nodes" or self.dense_workers == "node"):
+            name = "route: nodes" if self.route == "nodes" else "dense_workers: node"
+            raise UsageError(f"merge.{name} sums through MPI; set merge.backend: auto or mpi")
+        for name in ("guard", "bias_correction", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"merge.{name}: must be true or false, not {getattr(self, name)!r}")
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hpc_ctr import models
-from hpc_ctr.comm.allreduce import make_allreduce
+from hpc_ctr.cluster.cpus import numa_domain
 from hpc_ctr.comm.session import Session, together
 from hpc_ctr.comm.trace import Trace, link_classes, total
 from hpc_ctr.data.keys import default_key
@@ -20,7 +20,7 @@ from hpc_ctr.embedding.table import Table, make_tables
 from hpc_ctr.errors import UsageError
 from hpc_ctr.exchange.lifecycle import TableLifecycle
 from hpc_ctr.exchange.replicas import keys_of_owner, make_replicas
-from hpc_ctr.optim.build import make_dense_optimizer
+from hpc_ctr.optim.build import make_dense_optimizer, make_mergers
 from hpc_ctr.storage.scan import Progress
 from hpc_ctr.storage.tiered import TieredStore
 from hpc_ctr.train.plan import PASSES_IN_FLIGHT, PassBudget, make_plan
@@ -37,7 +37,7 @@ class Job:
 
     def __init__(self, config: Any, session: Session, num_dense: int, field_names: list[str], store_dir: Path):
         self.config = config
-        self.session = session
+        self.session = session = replace(session, ranks_per_node=config.cluster.ranks_per_node)
         self.device = choose_device(config.device, session)
         self.dtype = getattr(torch, config.dtype)
         self.autocast = config.precision == "bfloat16"
@@ -50,14 +50,14 @@ class Job:
         self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here, session.size)
         self.replicas = make_replicas(session, config.rows.replica)
         self.pass_budget = PassBudget(self.plan.passes // PASSES_IN_FLIGHT, self.replicas.several)
-        self.trace = Trace(link_classes(session.hosts, session.rank))
+        self.trace = Trace(link_classes(session.node_of, session.rank, session.comm.allgather(numa_domain())))
 
         torch.manual_seed(config.seed)  # the same dense parameters on every rank
         spec = models.ModelSpec(num_dense, [models.TableSpec(t.name, [field_names[f] for f in t.fields], t.dim)
                                             for t in self.tables], self.dtype)
         self.model = models.build(name, spec, config.model.options).to(self.device, self.dtype)
-        self.allreduce = make_allreduce(config.merge.backend, session.comm)
-        self.optimizer = make_dense_optimizer(self.model.parameters(), config.dense, config.merge, self.allreduce)
+        self.mergers = make_mergers(config.merge, session, self.trace)
+        self.optimizer = make_dense_optimizer(self.model.named_parameters(), config.dense, config.merge, self.mergers)
         torch.manual_seed((config.seed * 1_000_003 + session.rank) % 2**63)  # dropout and the like differ between ranks
 
         self.store_dir = store_dir
@@ -115,7 +115,7 @@ class Job:
     def bytes_so_far(self) -> dict[str, dict[str, int]]:
         """Bytes by purpose and link class, over all ranks. Collective."""
         mine = {purpose: dict(links) for purpose, links in self.trace.bytes.items()}
-        for purpose, count in self.allreduce.bytes_by_name.items():
+        for purpose, count in self.mergers.payload().items():
             mine.setdefault(purpose, {})["payload"] = count
         return total(self.session.comm.allgather(mine))
 
