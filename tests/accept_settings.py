@@ -38,6 +38,23 @@ class Setting:
     dense_eps: float = 1e-8
     betas: tuple = (0.9, 0.999)
     steps: int = STEPS
+    window: str = "full"
+    overlap: bool = False
+    k_start: int = 1
+    grow_steps: int = 0
+    warmup_steps: int = 0
+    route: str = "auto"
+    dense_workers: str = "rank"
+    ranks_per_node: int = 0
+
+    def nodes(self, ranks: int) -> list[list[int]]:
+        """The ranks of every node."""
+        per_node = self.ranks_per_node or ranks
+        return [list(range(ranks))[i:i + per_node] for i in range(0, ranks, per_node)]
+
+    def replicas(self, ranks: int) -> int:
+        """How many copies of a row there may be."""
+        return {"world": 1, "rank": ranks, "node": len(self.nodes(ranks))}[self.replica]
 
     @property
     def name(self) -> str:
@@ -91,6 +108,31 @@ def more_settings() -> list[Setting]:
         # the other merge rules say what becomes of x alone: one window, and x compared at its end
         *(Setting("rank", rule=rule, case="uneven", k_rows=20, steps=14, optimizer=optimizer, row_lr=0.1)
           for rule in ("mean", "mean_all", "sum") for optimizer in ("adam", "rowwise_adagrad")),
+    ]
+
+
+def merge_settings() -> list[Setting]:
+    """Merges that grow apart, go on beside a step, are between nodes, or move x alone."""
+    node = dict(replica="node", ranks_per_node=2)
+    return [
+        Setting("rank", overlap=True, k=3, case="holes"),
+        Setting("rank", overlap=True, k=1, mode="amsgrad", case="starved", backend="horovod", dtype="float32"),
+        Setting("world", overlap=True, k=20, guard=False, dense_lr=0.001, case="uneven"),
+        Setting("rank", overlap=True, k=3, steps=15, bias_correction=False, dense_lr=0.001),
+        Setting("rank", k=20, k_start=1, grow_steps=7, warmup_steps=3, case="uneven"),
+        Setting("rank", k=8, k_start=2, grow_steps=5, overlap=True, mode="amsgrad", case="holes", backend="horovod"),
+        Setting(**node, k=3, k_rows=20, case="uneven"),
+        Setting(**node, k=20, k_rows=3, dense_workers="node", case="holes"),
+        Setting(**node, k=3, dense_workers="node", overlap=True, mode="amsgrad", case="starved", dtype="float32"),
+        Setting(**node, dense="sync", case="uneven", route="nodes", backend="auto"),
+        Setting(**node, k=3, route="nodes", backend="auto", optimizer="rowwise_adagrad", case="holes"),
+        Setting("rank", ranks_per_node=3, k=3, dense_workers="node", route="nodes", backend="auto", case="uneven"),
+        *(Setting(replica, ranks_per_node=2, window="x", k_rows=k_rows, optimizer=optimizer, case=case, k=20,
+                  batches_per_pass=batches, dtype=dtype)
+          for replica, k_rows, optimizer, case, batches, dtype in (
+              ("rank", 3, "adam", "holes", 20, "float64"), ("rank", 5, "rowwise_adagrad", "uneven", 20, "float64"),
+              ("rank", 1, "adam", "starved", 5, "float64"), ("node", 3, "adam", "uneven", 100, "float64"),
+              ("node", 20, "rowwise_adagrad", "holes", 20, "float32"), ("rank", 20, "adam", "even", 100, "float32"))),
     ]
 
 

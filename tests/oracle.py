@@ -108,19 +108,54 @@ def kstep_local(worker: Worker, grad: np.ndarray, vhat: np.ndarray | None, opt: 
     worker.x = worker.x - opt.dense_lr * worker.first_moment(opt) / (np.sqrt(d) + opt.dense_eps)
 
 
-def kstep_merge(workers: list[Worker], vhat: np.ndarray | None, opt: Options) -> np.ndarray | None:
-    """Average x and c over the workers that stepped since the last merge; all receive x. Returns the new
-    vhat.
+def kstep_means(workers: list[Worker], opt: Options) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean of x and of c over the workers that stepped since the last merge, a group of ranks counting once; None when
+    nobody did.
     """
-    active = [w for w in workers if w.stepped]
+    leaders = [group[0] for group in opt.dense_groups or [[rank] for rank in range(len(workers))]]
+    active = [workers[rank] for rank in leaders if workers[rank].stepped]
     if not active:
-        return vhat
-    cbar = sum(w.second_moment(opt) for w in active) / len(active)
-    x = sum(w.x for w in active) / len(active)
+        return None
     for w in workers:
-        w.x = x.copy()
         w.stepped = False
-    return np.maximum(vhat, cbar) if opt.mode == "amsgrad" and vhat is not None else cbar
+    return sum(w.x for w in active) / len(active), sum(w.second_moment(opt) for w in active) / len(active)
+
+
+class DenseMerge:
+    """The merges of the dense part. vhat: the shared second moment, None before the first one; done: how many."""
+
+    def __init__(self, workers: list[Worker], opt: Options):
+        self.workers, self.opt = workers, opt
+        self.vhat: np.ndarray | None = None
+        self.done = 0
+        self.late: tuple[list[np.ndarray], np.ndarray, np.ndarray] | None = None
+
+    def after_step(self, step: int, last: bool) -> None:
+        """What follows global step ``step``: a merge begun a step ago is applied, and one may be due."""
+        self.correct()
+        if self.opt.overlap and not last:
+            if self.opt.merges_after(step) and (means := kstep_means(self.workers, self.opt)):
+                self.late = ([w.x.copy() for w in self.workers], *means)
+                self.done += 1
+        elif (self.opt.merges_after(step) or last) and (means := kstep_means(self.workers, self.opt)):
+            for w in self.workers:
+                w.x = means[0].copy()
+            self.take_vhat(means[1])
+            self.done += 1
+
+    def correct(self) -> None:
+        """Apply the merge that was begun."""
+        if self.late is None:
+            return
+        (own, mean, cbar), self.late = self.late, None
+        for w, before in zip(self.workers, own):
+            w.x = w.x + (mean - before)
+        self.take_vhat(cbar)
+
+    def take_vhat(self, cbar: np.ndarray) -> None:
+        """vhat of the mode."""
+        largest = self.opt.mode == "amsgrad" and self.vhat is not None
+        self.vhat = np.maximum(self.vhat, cbar) if largest else cbar
 
 
 def sync_step(workers: list[Worker], grads: list[np.ndarray], counts: list[int], opt: Options) -> None:
@@ -199,6 +234,7 @@ def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[]
     owners = Owners(keys_init, opt)
     groups = opt.groups()
     result = Result(np.full((steps, opt.workers), np.nan), [], [], None, [], 0, 0, ends)
+    merge = DenseMerge(workers, opt)
 
     start = 0
     batches = list(batches)
@@ -210,11 +246,12 @@ def simulate(batches: Sequence[Sequence[Batch | None]], build_model: Callable[[]
         ref, last_merge = owners.read(shared), start
         for step in range(start + 1, end + 1):
             _train_step(_step_batches(batches[step - 1], opt.workers), step, workers, replicas, result, opt)
-            if opt.dense == "kstep" and (step % opt.k == 0 or step == steps):
-                result.vhat = kstep_merge(workers, result.vhat, opt)
-                result.dense_merges += 1
+            if opt.dense == "kstep":
+                merge.after_step(step, step == steps)
+                result.vhat, result.dense_merges = merge.vhat, merge.done
             if len(replicas) > 1 and (step % opt.k_rows == 0 or step == end):
-                merge_rows(replicas, ref, step - last_merge, opt)
+                state_window = step - last_merge if opt.window == "full" else step - start if step == end else None
+                merge_rows(replicas, ref, step - last_merge, opt, state_window)
                 result.row_merges += 1
                 last_merge = step
         for replica in replicas:                            # shared rows are equal on all holders by now
@@ -253,9 +290,12 @@ def _train_step(step_batches: list[Batch | None], step: int, workers: list[Worke
     if opt.dense == "sync":
         sync_step(workers, grads, counts, opt)
     elif opt.dense == "kstep":
-        for worker, grad, count in zip(workers, grads, counts):
-            if count:
-                kstep_local(worker, grad, result.vhat, opt)
+        for group in opt.dense_groups or [[rank] for rank in range(opt.workers)]:
+            total = sum(counts[rank] for rank in group)
+            if total:
+                grad = sum(grads[rank] * (counts[rank] / total) for rank in group)
+                for rank in group:
+                    kstep_local(workers[rank], grad, result.vhat, opt)
     else:
         raise ValueError(f"no dense mode {opt.dense}")
 

@@ -16,6 +16,10 @@ class Options:
     dim, first_order: a row's x is ``[vector of dim | one first-order weight if first_order]``.
     dense: "kstep" or "sync"; mode, guard, bias_correction, k only act on "kstep".
     rule: "mass", or for comparison "mean" (over touchers), "mean_all" (over all replicas), "sum".
+    window: "full", or "x": merges inside a pass move x alone; state and t follow at the end of the pass.
+    overlap: a merge is applied a step after it began, as a correction of what each worker has become meanwhile.
+    k_start, grow_steps, warmup_steps: see merges_after. dense_groups: ranks that step as one, with the mean gradient
+    over their samples; None: every rank by itself.
     ties: how the merged step count rounds a half: "up" or "even".
     """
 
@@ -30,6 +34,7 @@ class Options:
     row_eps: float = 1e-8
     k_rows: int = 20
     rule: str = "mass"
+    window: str = "full"
     ties: str = "up"
     dense: str = "kstep"
     dense_lr: float = 0.001
@@ -39,6 +44,18 @@ class Options:
     mode: str = "adam"
     guard: bool = True
     bias_correction: bool = True
+    overlap: bool = False
+    k_start: int = 1
+    grow_steps: int = 0
+    warmup_steps: int = 0
+    dense_groups: list[list[int]] | None = None
+
+    def merges_after(self, step: int) -> bool:
+        """Whether the dense part is merged after global step ``step``: k doubles every grow_steps from k_start on."""
+        after = step - self.warmup_steps
+        if after <= 0:
+            return True
+        return step % (min(self.k, self.k_start << (after - 1) // self.grow_steps) if self.grow_steps else self.k) == 0
 
     @property
     def width(self) -> int:
@@ -103,6 +120,7 @@ class Replica:
         self.ranks = ranks
         self.rows = owners.read(keys)
         self.touches = np.zeros(len(keys), np.int64)  # steps since the last row merge that touched the row
+        self.state_touches = np.zeros(len(keys), np.int64)  # the same since state and t were merged
 
     def step(self, keys: np.ndarray, grads: np.ndarray, opt: Options) -> None:
         """Sum ``grads`` [n, width] over equal ``keys`` [n] and step each distinct row once."""
@@ -113,6 +131,7 @@ class Replica:
         assert here.all(), "a batch holds a key that its pass did not announce"
         step_rows(self.rows, at, summed, opt)
         self.touches[at] += 1
+        self.state_touches[at] += 1
 
 
 class Owners:
@@ -193,45 +212,56 @@ def merged_moment(beta: float, u: np.ndarray, touches: np.ndarray, ref: np.ndarr
     return kept.astype(ref.dtype)[:, None] * ref + ((1 - kept) / weight).astype(ref.dtype)[:, None] * added
 
 
-def merge_rows(replicas: list[Replica], ref: Rows, window: int, opt: Options) -> None:
-    """Merge the shared rows (the keys of ``ref``, their state at the last merge); every holder and ref
-    reload.
+def merge_rows(replicas: list[Replica], ref: Rows, window: int, opt: Options, state_window: int | None = None) -> None:
+    """Merge the shared rows (the keys of ``ref``, their state at the last merge); every holder and ref reload.
+
+    state_window: steps since state and t were merged; None leaves them alone, and then holders and ref take x only.
     """
     n, w = len(ref.keys), opt.width
     held = [replica.rows.find(ref.keys) for replica in replicas]
-    touches = np.zeros((len(replicas), n), np.int64)
+    touches, state_touches = np.zeros((2, len(replicas), n), np.int64)
     xs, states, ts = [], [], []
     for r, (replica, (at, here)) in enumerate(zip(replicas, held)):
         x, state, t = ref.x.copy(), ref.state.copy(), ref.t.copy()
         at = at[here]
         x[here], state[here], t[here] = replica.rows.x[at], replica.rows.state[at], replica.rows.t[at]
-        touches[r, here] = replica.touches[at]
+        touches[r, here], state_touches[r, here] = replica.touches[at], replica.state_touches[at]
         xs.append(x), states.append(state), ts.append(t)
 
-    total = touches.sum(axis=0)
-    touchers = (touches > 0).sum(axis=0)
-    u = effective_updates(touches, window, opt.rule)
-    u_int = rounded(u, opt.ties)
-    share = (u / np.maximum(total, 1)).astype(ref.x.dtype)[:, None]
-    x = ref.x + share * sum(x_i - ref.x for x_i in xs)
-    if opt.row_optimizer == "adam":
-        b1, b2 = opt.row_betas
-        m = merged_moment(b1, u_int, touches, ref.state[:, :w], [s[:, :w] for s in states], clip=False)
-        v = merged_moment(b2, u_int, touches, ref.state[:, w:], [s[:, w:] for s in states], clip=True)
-        state = np.concatenate([m, v], axis=1)
-    else:
-        state = ref.state + share * sum(s_i - ref.state for s_i in states)
-    t = ref.t + u_int
-
-    if opt.rule != "mean_all":                              # one toucher: its row as it is, bit for bit
-        who = touches.argmax(axis=0)
-        for r in range(len(replicas)):
-            only = (touchers == 1) & (who == r)
-            x[only], state[only], t[only] = xs[r][only], states[r][only], ts[r][only]
-    moved = total > 0
-    ref.x[moved], ref.state[moved], ref.t[moved] = x[moved], state[moved], t[moved]
+    _, share = _updates(touches, window, opt, ref.x.dtype)
+    merged = ref.x + share * sum(x_i - ref.x for x_i in xs)
+    _take(ref.x, merged, xs, touches, opt)
+    if state_window is not None:
+        u_int, share = _updates(state_touches, state_window, opt, ref.x.dtype)
+        if opt.row_optimizer == "adam":
+            b1, b2 = opt.row_betas
+            m = merged_moment(b1, u_int, state_touches, ref.state[:, :w], [s[:, :w] for s in states], clip=False)
+            v = merged_moment(b2, u_int, state_touches, ref.state[:, w:], [s[:, w:] for s in states], clip=True)
+            merged = np.concatenate([m, v], axis=1)
+        else:
+            merged = ref.state + share * sum(s_i - ref.state for s_i in states)
+        _take(ref.state, merged, states, state_touches, opt)
+        _take(ref.t, ref.t + u_int, ts, state_touches, opt)
     for replica, (at, here) in zip(replicas, held):
-        at = at[here]
-        rows = replica.rows
-        rows.x[at], rows.state[at], rows.t[at] = ref.x[here], ref.state[here], ref.t[here]
+        at, rows = at[here], replica.rows
+        rows.x[at] = ref.x[here]
         replica.touches[at] = 0
+        if state_window is not None:
+            rows.state[at], rows.t[at] = ref.state[here], ref.t[here]
+            replica.state_touches[at] = 0
+
+
+def _updates(touches: np.ndarray, window: int, opt: Options, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """(U rounded [n], U/A [n, 1]) of the rule."""
+    u = effective_updates(touches, window, opt.rule)
+    return rounded(u, opt.ties), (u / np.maximum(touches.sum(axis=0), 1)).astype(dtype)[:, None]
+
+
+def _take(ref: np.ndarray, merged: np.ndarray, copies: list[np.ndarray], touches: np.ndarray, opt: Options) -> None:
+    """Put ``merged`` [n, ..] into ``ref`` where anybody stepped; one toucher: its row as it is, bit for bit."""
+    if opt.rule != "mean_all":
+        for copy, mine in zip(copies, touches):
+            only = (mine > 0) & ((touches > 0).sum(axis=0) == 1)
+            merged[only] = copy[only]
+    moved = touches.sum(axis=0) > 0
+    ref[moved] = merged[moved]

@@ -47,6 +47,7 @@ from accept_settings import (
     compare_rows,
     differs,
     grid,
+    merge_settings,
     more_settings,
 )
 
@@ -70,8 +71,11 @@ def job(s: Setting, model: dict | None = None) -> dict:
                       "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.row_eps, "init_scale": INIT_SCALE},
         "dense": {"lr": s.dense_lr, "beta1": s.betas[0], "beta2": s.betas[1], "eps": s.dense_eps},
         "merge": {"dense": s.dense, "k": s.k, "mode": s.mode, "guard": s.guard,
-                  "bias_correction": s.bias_correction, "backend": s.backend},
-        "rows": {"replica": s.replica, "k_rows": s.k_rows, "rule": s.rule},
+                  "bias_correction": s.bias_correction, "backend": s.backend, "overlap": s.overlap,
+                  "k_start": s.k_start, "grow_steps": s.grow_steps, "warmup_steps": s.warmup_steps,
+                  "route": s.route, "dense_workers": s.dense_workers},
+        "rows": {"replica": s.replica, "k_rows": s.k_rows, "rule": s.rule, "window": s.window},
+        "cluster": {"ranks_per_node": s.ranks_per_node},
         "train": {"batches_per_pass": s.batches_per_pass},
         "storage": {"host_budget": "64MiB"},
     }
@@ -98,8 +102,12 @@ def reference(s: Setting, per_step, pass_ends, build=None, dim: int = DIM, first
     """
     cls = getattr(accept_common, s.model.split(":")[1])
     first_order = cls.first_order if first_order is None else first_order
+    workers = len(per_step[0]) if per_step else 1
+    nodes = s.nodes(workers)
     opt = oracle.Options(
-        workers=len(per_step[0]) if per_step else 1, replica=s.replica, dtype=s.dtype, dim=dim,
+        workers=workers, replica=nodes if s.replica == "node" else s.replica, window=s.window, overlap=s.overlap,
+        k_start=s.k_start, grow_steps=s.grow_steps, warmup_steps=s.warmup_steps,
+        dense_groups=nodes if s.dense_workers == "node" else None, dtype=s.dtype, dim=dim,
         first_order=first_order, row_optimizer=s.optimizer, row_lr=s.row_lr, row_betas=s.betas,
         row_eps=s.row_eps, k_rows=s.k_rows, rule=s.rule, dense=s.dense, dense_lr=s.dense_lr,
         dense_betas=s.betas, dense_eps=s.dense_eps, k=s.k, mode=s.mode, guard=s.guard,
@@ -125,7 +133,7 @@ def check(settings: list[Setting], comm) -> None:
         if comm.rank == 0:
             per_step = by_step(per_rank)
             ends = parts[0][3]
-            found = bad_pass_ends(s, ends, len(per_step), comm.size if s.replica == "rank" else 1)
+            found = bad_pass_ends(s, ends, len(per_step), s.replicas(comm.size))
             if not found:
                 want = reference(s, per_step, ends)
                 if per_step:
@@ -176,7 +184,9 @@ def test_wrong_settings_would_be_seen():
     want = reference(s, per_step, ends)
     assert compare(s, as_parts(want), want, DIM) == []
     for change in ({"mode": "amsgrad"}, {"k": 20}, {"k_rows": 20}, {"guard": False},
-                   {"bias_correction": False}, {"rule": "mean"}, {"rule": "sum"}, {"replica": "world"}):
+                   {"bias_correction": False}, {"rule": "mean"}, {"rule": "sum"}, {"replica": "world"},
+                   {"window": "x"}, {"overlap": True}, {"grow_steps": 5}, {"warmup_steps": 4},
+                   {"ranks_per_node": 2, "dense_workers": "node"}, {"ranks_per_node": 2, "replica": "node"}):
         other = reference(Setting(**{**asdict(s), **change}), per_step, ends)
         assert compare(s, as_parts(other), want, DIM, tolerance=2e-5), change
 
@@ -190,6 +200,11 @@ def test_training_equals_the_oracle():
 @pytest.mark.parallel([1, 2, 4])
 def test_training_equals_the_oracle_in_odd_settings():
     check(without_horovod(more_settings()), MPI.COMM_WORLD)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_training_equals_the_oracle_however_it_merges():
+    check(without_horovod(merge_settings()), MPI.COMM_WORLD)
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -70,17 +70,23 @@ def assert_clear_end(killed, rank: int) -> None:
         assert re.search(told, killed.output), killed.output[-3000:]
 
 
+# every rank a node of its own, merges of the dense part beside the next step, of x alone between ends of passes
+BY_NODES = ("--cluster.ranks_per_node", 1, "--merge.dense_workers", "node", "--merge.overlap", "true",
+            "--rows.window", "x")
+
+
 @pytest.mark.kills
-@pytest.mark.parametrize("replica, dense, victims", [("rank", "kstep", (1, 0)), ("world", "sync", (1,))])
-def test_killed_and_resumed_has_the_same_losses(replica, dense, victims, clicks, tmp_path):
+@pytest.mark.parametrize("replica, dense, victims, more", [
+    ("rank", "kstep", (1, 0), ()), ("world", "sync", (1,), ()), ("node", "kstep", (1,), BY_NODES)])
+def test_killed_and_resumed_has_the_same_losses(replica, dense, victims, more, clicks, tmp_path):
     job = job_of(tmp_path, clicks, replica, dense)
     whole_dir, cut_dir = tmp_path / "whole", tmp_path / "cut"
-    ok(hpc_ctr("train", job, "--run_dir", whole_dir, ranks=RANKS))
+    ok(hpc_ctr("train", job, "--run_dir", whole_dir, *more, ranks=RANKS))
     whole = losses_by_step(whole_dir)
     assert len(whole) > 250 and sorted(whole) == list(range(1, len(whole) + 1))
 
     for turn, victim in enumerate(victims):         # the second time the rank that writes metrics.jsonl
-        args = ["--run_dir", cut_dir]
+        args = ["--run_dir", cut_dir, *more]
         if turn or dense == "sync":                 # auto without a checkpoint: just start
             args += ["--resume", "auto"]
         killed = run_and_kill(job, cut_dir, tmp_path, *args, ranks=RANKS, victim=victim)
@@ -92,7 +98,7 @@ def test_killed_and_resumed_has_the_same_losses(replica, dense, victims, clicks,
 
     kept = complete_checkpoints(cut_dir)
     assert kept
-    done = ok(hpc_ctr("train", job, "--run_dir", cut_dir, "--resume", "auto", ranks=RANKS))
+    done = ok(hpc_ctr("train", job, "--run_dir", cut_dir, *more, "--resume", "auto", ranks=RANKS))
     assert "continuing from" in done.stdout + done.stderr
     assert first_difference(losses_by_step(cut_dir), whole) == ""
     a, b = summary(cut_dir), summary(whole_dir)
@@ -104,7 +110,9 @@ def test_killed_and_resumed_has_the_same_losses(replica, dense, victims, clicks,
     moved = total_named(b["bytes"], DENSE_MERGE)
     if dense == "kstep":
         merges = math.ceil(len(whole) / K)                  # the last one at the very end
-        assert moved == 2 * size * merges, f"{moved} bytes, expected 2 x {size} x {merges}"
+        # by nodes the links are counted too: from each of the two nodes to the other as much as was handed in
+        expected = 2 * size * merges * (3 if more else 1)
+        assert moved == expected, f"{moved} bytes, expected {expected}: {size} x {merges}"
     else:
         assert moved == 0
 
@@ -116,6 +124,21 @@ def test_dense_merge_bytes_are_twice_the_parameters_a_merge(clicks, tmp_path):
     ok(hpc_ctr("train", job, "--run_dir", run, "--merge.k", 1, "--train.max_steps", 50, ranks=RANKS))
     assert max(losses_by_step(run)) == 50
     assert total_named(summary(run)["bytes"], DENSE_MERGE) == 2 * 4 * tiny_parameters() * 50
+
+
+def test_nodes_as_workers_go_on_with_another_arrangement(clicks, tmp_path):
+    """Four ranks of two nodes, a merge of the dense part under way at the checkpoint; then three ranks, then one."""
+    job = job_of(tmp_path, clicks, "auto", "kstep")
+    args = ["train", job, "--run_dir", tmp_path / "run", *BY_NODES, "--merge.k", PASS, "--resume", "auto"]
+    for steps, ranks, per_node in ((40, 4, 2), (60, 3, 2), (80, 1, 1)):
+        done = ok(hpc_ctr(*args, "--train.max_steps", steps, "--cluster.ranks_per_node", per_node, ranks=ranks))
+        assert ("continuing from" in done.stdout + done.stderr) == (steps > 40)
+        losses = losses_by_step(tmp_path / "run")
+        assert sorted(losses) == list(range(1, steps + 1)) and all(math.isfinite(loss) for loss in losses.values())
+        told = summary(tmp_path / "run")["bytes"]
+        if ranks == 4:
+            far = total_named(told, "other_node")
+            assert far > 0, json.dumps(told)
 
 
 def test_resumed_after_its_end_a_run_stays_as_it_is(clicks, tmp_path):

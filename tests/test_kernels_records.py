@@ -226,14 +226,16 @@ def test_pooling_and_its_gradient(fields, batch, values, dim, first_order, dtype
 
 
 def merged(copies, copies_t, ref, ref_t, window, optimizer, width, rule="mass", replicas=4, betas=(0.9, 0.99)):
-    """``merge_rows`` on lists of copies, one list a row. Returns (records, t)."""
+    """``merge_x`` and ``merge_state`` on lists of copies, one list a row. Returns (records, t)."""
     dtype = ref.dtype
     starts = np.cumsum([0, *(len(c) for c in copies)])
     flat = np.array([c for row in copies for c in row], dtype).reshape(-1, ref.shape[1])
-    flat_t = np.array([t for row in copies_t for t in row], np.uint32)
+    touches = np.array([t - before for row, before in zip(copies_t, ref_t) for t in row], np.float64)
     out, out_t = np.full_like(ref, np.nan), np.zeros(len(ref), np.uint32)
-    merge.merge_rows(starts, flat, flat_t, ref, np.array(ref_t, np.uint32), float(window), merge.RULES[rule],
-                     float(replicas), optimizer, width, *betas, out, out_t)
+    rest = (float(window), merge.RULES[rule], float(replicas))
+    merge.merge_x(starts, flat, touches, ref, *rest, width, out)
+    assert np.isnan(out[:, width:]).all()
+    merge.merge_state(starts, flat, touches, ref, np.array(ref_t, np.uint32), *rest, optimizer, width, *betas, out, out_t)
     return out, out_t
 
 
@@ -331,6 +333,20 @@ def test_other_rules_by_hand():
     assert by_rule["mean_all"][0].tolist() == [[2.0, 1.25]] and by_rule["mean_all"][1] == 2
     alone = merged([[np.array([3.0, 0.5])]], [[4]], ref, [0], 6, 1, 1, "mean_all", replicas=4)
     assert alone[0].tolist() == [[1.5, 0.5]] and alone[1] == 1
+
+
+@DTYPES
+@pytest.mark.parametrize("rule", merge.RULES)
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_copies_that_were_not_stepped_on_do_not_count(rule, optimizer, dtype):
+    rng = np.random.default_rng(4)
+    floats = 6 if optimizer == 0 else 3
+    ref = np.abs(rng.normal(size=(3, floats))).astype(dtype)
+    copies = [[np.abs(rng.normal(size=floats)).astype(dtype) for _ in range(n)] for n in (2, 1, 0)]
+    idle = [[np.full(floats, 1e6, dtype), *row] for row in copies]
+    want = merged(copies, [[4, 7], [5], []], ref, [3, 2, 1], 9, optimizer, 2, rule)
+    got = merged(idle, [[3, 4, 7], [2, 5], [1]], ref, [3, 2, 1], 9, optimizer, 2, rule)
+    assert got[0].tobytes() == want[0].tobytes() and got[1].tolist() == want[1].tolist()
 
 
 def test_copies_that_agree_merge_to_what_they_are():

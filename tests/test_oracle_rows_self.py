@@ -58,6 +58,7 @@ def fake_replicas(rng, replicas, rows, window, opt, hold=0.8):
         drifted[:, half:] = np.maximum(drifted[:, half:], 0)
         replica.rows = oracle_rows.Rows(keys[held], np.where(moved, x + rng.normal(0, 0.3, x.shape), x)[held],
                                    drifted[held], (ref.t + touches)[held])
+        replica.state_touches = replica.touches
         out.append(replica)
     return out, ref
 
@@ -81,7 +82,7 @@ def test_mass_rule_by_hand(window, ties):
         want[key] = scalar_mass_merge(before, copies, touches, window, (0.9, 0.99), ties)
         seen.add(sum(a > 0 for a in touches))
     assert seen >= {0, 1, 2, 3}
-    oracle_rows.merge_rows(replicas, ref, window, opt)
+    oracle_rows.merge_rows(replicas, ref, window, opt, window)
     for i, key in enumerate(ref.keys.tolist()):
         x, m, v, t = want[key]
         np.testing.assert_allclose([ref.x[i, 0], *ref.state[i]], [x, m, v], rtol=0, atol=1e-13)
@@ -166,7 +167,7 @@ def test_one_toucher(rule):
     for array in ("x", "state", "t"):
         setattr(replicas[1].rows, array, getattr(ref, array).copy())
     before, copy = ref.x.copy(), replicas[0].rows.x.copy()
-    oracle_rows.merge_rows(replicas, ref, 5, opt)
+    oracle_rows.merge_rows(replicas, ref, 5, opt, 5)
     if rule == "mean_all":
         np.testing.assert_allclose(ref.x, (before + copy) / 2, rtol=0, atol=1e-15)
     else:

@@ -224,12 +224,12 @@ def test_kstep_local_steps_and_merge_by_hand(mode, guard, bias_correction):
     v = [[0.0] * 4 for _ in range(3)]
     t = [0] * 3
     fresh = [False] * 3
-    vhat_oracle, vhat = None, None
+    merge, vhat = oracle.DenseMerge(workers, opt), None
     for s in range(9):
         for i in range(3):
             if not stepping[s, i]:
                 continue
-            oracle.kstep_local(workers[i], grads[s, i], vhat_oracle, opt)
+            oracle.kstep_local(workers[i], grads[s, i], merge.vhat, opt)
             t[i] += 1
             fresh[i] = True
             for j in range(4):
@@ -241,7 +241,7 @@ def test_kstep_local_steps_and_merge_by_hand(mode, guard, bias_correction):
                 d = c if vhat is None else max(c, vhat[j]) if guard else vhat[j]
                 x[i][j] -= 0.05 * top / (math.sqrt(d) + 1e-3)
         if (s + 1) % 3 == 0:
-            vhat_oracle = oracle.kstep_merge(workers, vhat_oracle, opt)
+            merge.after_step(s + 1, last=True)
             active = [i for i in range(3) if fresh[i]]
             assert s != 5 or active == [0, 1]
             new = []
@@ -253,7 +253,7 @@ def test_kstep_local_steps_and_merge_by_hand(mode, guard, bias_correction):
                 for i in range(3):
                     x[i][j] = mean
             vhat, fresh = new, [False] * 3
-            np.testing.assert_allclose(vhat_oracle, vhat, rtol=0, atol=1e-14)
+            np.testing.assert_allclose(merge.vhat, vhat, rtol=0, atol=1e-14)
     for i in range(3):
         np.testing.assert_allclose(workers[i].x, x[i], rtol=0, atol=1e-14)
         np.testing.assert_allclose(workers[i].m, m[i], rtol=0, atol=1e-14)

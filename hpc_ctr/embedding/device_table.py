@@ -59,6 +59,19 @@ class DeviceTable:
         at = slots if isinstance(slots, slice) else self._on_device(slots)
         return self.records[at].cpu().numpy(), self.t[at].cpu().numpy().view(np.uint32)
 
+    def steps(self, slots: np.ndarray) -> np.ndarray:
+        """t uint32 [n] of ``slots``, in host memory, in a new array."""
+        if self.on_host:
+            return self._t[slots]
+        return self.t[self._on_device(slots)].cpu().numpy().view(np.uint32)
+
+    def write_values(self, slots: np.ndarray, x: np.ndarray) -> None:
+        """Replace x [n, width] alone."""
+        if self.on_host:
+            self._records[slots, :self.table.width] = x
+        else:
+            self.records[self._on_device(slots), :self.table.width] = torch.from_numpy(x).to(self.device)
+
     def write(self, slots: np.ndarray, records: np.ndarray, t: np.ndarray) -> None:
         """Replace whole records and step counts."""
         if self.on_host:

@@ -106,13 +106,13 @@ class PassRows:
         mine = self._move(grads, self.working_set.need_counts[step], self.home.serve_counts[step], "gradients")
         self.rows.step(self.home.serve[step], mine)
 
-    def merge(self, window: int, rule: str) -> None:
-        """Merge the shared rows between replicas; ``window`` steps have passed since the last merge."""
+    def merge(self, window: int, rule: str, kind: str = "full", last: bool = False) -> None:
+        """Merge the shared rows between replicas: see SharedRows.merge."""
         if self.replicas.several:
-            self.ref.merge(self, window, rule)
+            self.ref.merge(self, window, rule, kind, last)
 
     def push(self, store: TieredStore) -> None:
-        """Send the rows back to their owners, which keep them. Shared rows must have been merged."""
+        """Send the rows back to their owners, which keep them. After the pass's last merge, if steps were taken."""
         owned, home = self.owned, self.home
         if not self.replicas.several:
             self._put(store, *self.rows.read(slice(None)))

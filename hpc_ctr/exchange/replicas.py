@@ -11,6 +11,7 @@ from hpc_ctr.kernels.merge import RULES
 
 SHARDS = 1024
 KINDS = ("auto", "world", "node", "rank")
+WINDOWS = ("full", "x")
 
 
 @dataclass
@@ -23,6 +24,7 @@ class RowsOptions:
 
     replica: str = "auto"
     k_rows: int = 20  # steps between merges of rows that several replicas hold
+    window: str = "full"  # what such a merge inside a pass moves: full = x and state; x = x alone, state at its end
     rule: str = "mass"  # mass | mean | mean_all | sum (all but mass are there for comparison)
 
     def check(self) -> None:
@@ -31,6 +33,8 @@ class RowsOptions:
             raise UsageError(f"rows.replica: {self.replica!r} is not one of {', '.join(KINDS)}")
         if self.k_rows < 1:
             raise UsageError(f"rows.k_rows: must be at least 1, not {self.k_rows}")
+        if self.window not in WINDOWS:
+            raise UsageError(f"rows.window: {self.window!r} is not one of {', '.join(WINDOWS)}")
         if self.rule not in RULES:
             raise UsageError(f"rows.rule: {self.rule!r} is not one of {', '.join(RULES)}")
 

@@ -79,11 +79,11 @@ def run(job: Job, feed: Feed, progress: Progress, each_pass: Callable[[PassRepor
                     loss_sums[step] = loss * batch.size
                     if np.isfinite(loss):  # else _report stops the job, on all ranks
                         progress.stats.add(logits, batch.label)
-                if progress.step % k_rows == 0:
+                if progress.step % k_rows == 0 and step + 1 < work.steps:
                     merge_rows(job, tables, progress)
                 if each_step:
                     each_step(progress.step, loss)
-            merge_rows(job, tables, progress)
+            merge_rows(job, tables, progress, last=True)
             train_seconds = time.perf_counter() - started
             close_pass(job, tables)
             feed.trained(work)
@@ -195,13 +195,14 @@ def end_period(job: Job, before: int, after: int) -> dict[str, dict[str, int]] |
     return facts
 
 
-def merge_rows(job: Job, tables: list[PassRows], progress: Progress) -> None:
-    """Merge shared rows between replicas, if any step was taken since the last merge. Collective."""
+def merge_rows(job: Job, tables: list[PassRows], progress: Progress, last: bool = False) -> None:
+    """Merge shared rows between replicas, if any step was taken since the last merge; ``last``: of the pass. Collective.
+    """
     window = progress.step - progress.last_row_merge
     if window and job.replicas.several:
         with job.trace.timed("row_merge"):
             for rows in tables:
-                rows.merge(window, job.config.rows.rule)
+                rows.merge(window, job.config.rows.rule, job.config.rows.window, last)
     progress.last_row_merge = progress.step
 
 
