@@ -25,7 +25,6 @@ from hpc_ctr.data.order import OrderState
 from hpc_ctr.data.source import open_source
 from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, DataError, UsageError
 from hpc_ctr.metrics.binary import BinaryStats
-from hpc_ctr.optim.flat import workers_of
 from hpc_ctr.report.run_folder import FolderLock, MetricsLog, RunFolder, earlier_checkpoint_dir, write_summary
 from hpc_ctr.storage.record import RecordLayout
 from hpc_ctr.train.evaluate import evaluate as evaluate_job
@@ -316,7 +315,7 @@ class _Run:
         manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, epoch,
                             order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
                             finished, self.config.seed, self._bytes(), self._tiers(),
-                            workers=workers_of(job.optimizer.members))
+                            workers=mpi.group_of(job.optimizer.members))
         arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}
         arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
@@ -430,7 +429,7 @@ def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool,
     with mpi.together(session.comm):
         checkpoint_load.check_tables(manifest, job.tables)
         segments = checkpoint_load.segment_files(folder.parent, manifest)
-        arrays = checkpoint_load.worker_arrays(folder, manifest, session.rank, workers_of(job.optimizer.members))
+        arrays = checkpoint_load.worker_arrays(folder, manifest, session.rank, mpi.group_of(job.optimizer.members))
         job.optimizer.load_worker_state(checkpoint_load.strip(arrays, "dense."))
         for name, buffer in job.model.named_buffers():
             buffer.copy_(torch.from_numpy(arrays[f"buffer.{name}"]))

@@ -112,13 +112,15 @@ def make(merger, dtype=torch.float64, **settings):
     return model, KStepAdam(model.parameters(), LR, BETAS, EPS, merger=merger, **settings)
 
 
-def run(model, optimizer, samples: np.ndarray, begin: int = 0, end: int = STEPS, on_merge=None) -> None:
-    """Steps begin+1 .. end with the gradients of ``gradient``, through autograd."""
+def run(model, optimizer, samples: np.ndarray, begin: int = 0, end: int = STEPS, on_merge=None,
+        rank: int | None = None) -> None:
+    """Steps begin+1 .. end with the gradients of ``gradient``, through autograd. rank: where it is not the worker."""
+    rank = optimizer.rank if rank is None else rank
     for step in range(begin + 1, end + 1):
         optimizer.zero_grad()
-        if samples[step - 1, optimizer.rank]:
+        if samples[step - 1, rank]:
             x = model.flat()
-            grad = gradient(optimizer.rank, step, x.detach().double().numpy(), QUIET[x.dtype])
+            grad = gradient(rank, step, x.detach().double().numpy(), QUIET[x.dtype])
             (x * torch.from_numpy(grad).to(x.dtype)).sum().backward()
         if optimizer.step(samples[step - 1]) and on_merge:
             on_merge()

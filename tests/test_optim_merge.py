@@ -7,10 +7,10 @@ import pytest
 import torch
 from mpi4py import MPI
 from pytest_mpi import parallel_assert
-from test_optim_kstep import BETAS, EPS, LR, SIZE, STEPS, TOLERANCE, Model, bits, gradient, who_has_samples
+from test_optim_kstep import BETAS, EPS, LR, SIZE, STEPS, TOLERANCE, Model, bits, gradient, run, who_has_samples
 
 from hpc_ctr.comm.allreduce import MpiAllreduce, SerialAllreduce, _load_horovod, make_allreduce
-from hpc_ctr.comm.session import Session
+from hpc_ctr.comm.session import Session, group_of
 from hpc_ctr.comm.trace import Trace, link_classes, total
 from hpc_ctr.errors import DataError, UsageError
 from hpc_ctr.optim.build import make_dense_optimizer, make_mergers
@@ -103,13 +103,7 @@ def build(options: MergeOptions, nodes: list[list[int]], dtype, trace: Trace | N
 
 
 def steps(model, optimizer, samples: np.ndarray, begin: int = 0, end: int = STEPS) -> None:
-    for step in range(begin + 1, end + 1):
-        optimizer.zero_grad()
-        if samples[step - 1, COMM.rank]:
-            x = model.flat()
-            grad = gradient(COMM.rank, step, x.detach().double().numpy(), QUIET[x.dtype])
-            (x * torch.from_numpy(grad).to(x.dtype)).sum().backward()
-        optimizer.step(samples[step - 1])
+    run(model, optimizer, samples, begin, end, rank=COMM.rank)
 
 
 def difference(options: MergeOptions, nodes: list[list[int]], dtype, case: str) -> str:
@@ -337,8 +331,7 @@ def test_a_sum_that_overflows_is_told_as_such():
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 1000])
 def test_sum_by_nodes_equals_the_flat_one(count):
     for nodes in nodes_of(COMM.size):
-        node_of = {rank: i for i, node in enumerate(nodes) for rank in node}
-        trace = Trace(link_classes([node_of[r] for r in range(COMM.size)], COMM.rank))
+        trace = Trace(link_classes(group_of(nodes), COMM.rank))
         _, _, mergers = build(MergeOptions(route="nodes"), nodes, torch.float64, trace)
         flat = MpiAllreduce(COMM)
         own = torch.from_numpy(np.random.default_rng(COMM.rank).normal(0, 1, count))

@@ -16,6 +16,12 @@ from hpc_ctr.errors import EXIT_DONE, EXIT_FAILED, HpcCtrError, UsageError, one_
 _PATIENCE = 10.0  # seconds in which the other ranks meet the same end, if they do
 
 
+def group_of(groups: list[list[int]]) -> list[int]:
+    """The number of every rank's group, from a partition of the ranks."""
+    by_rank = {rank: number for number, group in enumerate(groups) for rank in group}
+    return [by_rank[rank] for rank in range(len(by_rank))]
+
+
 @dataclass(frozen=True)
 class Session:
     """One rank's view of the job.
@@ -49,8 +55,7 @@ class Session:
     @property
     def node_of(self) -> list[int]:
         """The number of every rank's node. Collective on first use."""
-        by_rank = {rank: number for number, node in enumerate(self.nodes) for rank in node}
-        return [by_rank[rank] for rank in range(self.size)]
+        return group_of(self.nodes)
 
     @property
     def is_root(self) -> bool:

@@ -48,7 +48,7 @@ def merge_x(starts, copies, touches, ref, window, rule, replicas, width, out):
     """
     for i in range(len(starts) - 1):
         begin, end = starts[i], starts[i + 1]
-        count, only = touchers(touches, begin, end)
+        count, only = _touchers(touches, begin, end)
         for j in range(width):
             out[i, j] = ref[i, j]
         if count == 0:
@@ -74,7 +74,7 @@ def merge_state(starts, copies, touches, ref, ref_t, window, rule, replicas, opt
     floats = ref.shape[1]
     for i in range(len(starts) - 1):
         begin, end = starts[i], starts[i + 1]
-        count, only = touchers(touches, begin, end)
+        count, only = _touchers(touches, begin, end)
         for j in range(width, floats):
             out[i, j] = ref[i, j]
         out_t[i] = ref_t[i]
@@ -100,7 +100,7 @@ def merge_state(starts, copies, touches, ref, ref_t, window, rule, replicas, opt
 
 
 @njit(**_JIT)
-def touchers(touches, begin, end):
+def _touchers(touches, begin, end):
     """(how many of the copies [begin, end) were stepped on, the last of them)."""
     count, only = 0, begin
     for c in range(begin, end):

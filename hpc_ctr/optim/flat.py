@@ -227,12 +227,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.param_groups[0].update(state_dict["param_groups"][0])
 
 
-def workers_of(members: list[list[int]]) -> list[int]:
-    """The worker of every rank, from the ranks of every worker."""
-    by_rank = {rank: worker for worker, group in enumerate(members) for rank in group}
-    return [by_rank[rank] for rank in range(len(by_rank))]
-
-
 def first_bad(array: torch.Tensor) -> int:
     """1 + the place of the first element of ``array`` [P] that is not finite; 0 when all are."""
     return 0 if _all_finite(array) else int((~torch.isfinite(array)).nonzero()[0]) + 1
