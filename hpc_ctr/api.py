@@ -26,9 +26,10 @@ from hpc_ctr.data.source import open_source
 from hpc_ctr.errors import EXIT_DONE, EXIT_REQUEUE, DataError, UsageError
 from hpc_ctr.metrics.binary import BinaryStats
 from hpc_ctr.report.run_folder import FolderLock, MetricsLog, RunFolder, earlier_checkpoint_dir, write_summary
+from hpc_ctr.report.trace_log import TraceLog
 from hpc_ctr.storage.record import RecordLayout
+from hpc_ctr.train.evaluate import SharedStats
 from hpc_ctr.train.evaluate import evaluate as evaluate_job
-from hpc_ctr.train.evaluate import merged
 from hpc_ctr.train.feed import Feed
 from hpc_ctr.train.job import Job, default_store_dir, make_outside, peak_rss_bytes, rng_state, set_rng_state
 from hpc_ctr.train.loop import PassReport, Progress, run
@@ -174,10 +175,13 @@ class _Run:
         self.log: MetricsLog | None = None
         self.line = line
         self.progress = Progress()
+        self.stats = SharedStats()
         self.seconds = 0.0
         self._told_bad_rows = False
         self._bytes_before: dict[str, dict[str, int]] = {}  # of the run up to the checkpoint that it continues
         self._tiers_before: dict[str, int] = {}
+        self._exchanges_before: dict[str, dict[str, float]] = {}
+        self.trace_log: TraceLog | None = None
         self._window = [0.0, 0, 0]  # loss sum, samples, first step of the metrics line that is being filled
 
     def go(self, start: tuple[Path, Manifest] | None) -> int:
@@ -222,11 +226,20 @@ class _Run:
         if self.folder:
             self.folder.begin(job_file.to_dict(self.config))
             self.log = MetricsLog(self.folder.path / "metrics.jsonl", start[1].step if start else 0)
+        if self.config.train.trace:
+            self.trace_log = TraceLog(Path(self.config.run_dir), self.job.session.rank)
+
+    def _write_trace(self) -> None:
+        """What was exchanged since the last call. Collective where a trace is written."""
+        if self.config.train.trace:
+            with mpi.together(self.job.session.comm):
+                self.trace_log.write(self.job.trace.records)
 
     def close(self) -> None:
-        """Close the log."""
-        if self.log:
-            self.log.close()
+        """Close the logs."""
+        for log in (self.log, self.trace_log):
+            if log:
+                log.close()
 
     def _is_finished(self, manifest: Manifest) -> bool:
         """Whether nothing is left to train, evaluate or report. Collective.
@@ -242,12 +255,13 @@ class _Run:
     def _each_pass(self, report: PassReport) -> None:
         job, progress = self.job, self.progress
         self.seconds += report.seconds
-        stats = merged(progress.stats, job.session.comm)
+        stats = self.stats.update(progress.stats, job.session.comm, job.trace)
+        self._write_trace()
         counters = self._tiers()
         samples = int(report.samples.sum())
         loss = float(report.loss_sums.sum() / max(samples, 1))
         hits = counters["host_hits"] / max(1, counters["host_hits"] + counters["cold_hits"])
-        merge_share = (job.mergers.seconds + job.trace.seconds["row_merge"]) / max(self.seconds, 1e-9)
+        merge_share = (job.mergers.seconds + job.row_merge_seconds) / max(self.seconds, 1e-9)
         self._log_steps(report)
         self._tell_bad_rows(self.feed.bad_rows())
         if self.log:
@@ -315,7 +329,7 @@ class _Run:
         manifest = Manifest(progress.step, progress.passes, progress.samples, progress.last_row_merge, epoch,
                             order.to_json(), job.session.size, [checkpoint_load.describe(t) for t in job.tables], {},
                             finished, self.config.seed, self._bytes(), self._tiers(),
-                            workers=mpi.group_of(job.optimizer.members))
+                            workers=mpi.group_of(job.optimizer.members), exchanges=self._exchanges())
         arrays = {f"dense.{name}": value for name, value in job.optimizer.worker_state().items()}
         arrays |= {f"buffer.{name}": b.detach().cpu().numpy() for name, b in job.model.named_buffers()}
         arrays |= {"rng": rng_state(), "stats": progress.stats.to_array(), "window": np.array(self._window),
@@ -336,14 +350,18 @@ class _Run:
             self._window = [float(arrays["window"][0]), int(arrays["window"][1]), int(arrays["window"][2])]
             self.seconds = float(arrays["seconds"])
         self._bytes_before, self._tiers_before = manifest.bytes, manifest.tiers
+        self._exchanges_before = manifest.exchanges
         order = OrderState.from_json(manifest.order)
         return manifest.epoch, order if order.epoch == manifest.epoch else None
 
     def _bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by purpose and link class since the run began, over all ranks. Collective."""
         now = self.job.bytes_so_far()
-        return {purpose: _sum_dicts([self._bytes_before.get(purpose, {}), now.get(purpose, {})])
-                for purpose in {**self._bytes_before, **now}}
+        return _sum_by_purpose(self._bytes_before, now)
+
+    def _exchanges(self) -> dict[str, dict[str, float]]:
+        """Calls and seconds by purpose since the run began. Collective."""
+        return _sum_by_purpose(self._exchanges_before, self.job.exchanges_so_far())
 
     def _tiers(self) -> dict[str, int]:
         """Counters of the tiers since the run began, over all ranks; rows are those of now. Collective."""
@@ -353,9 +371,10 @@ class _Run:
     def _summarise(self, result: BinaryStats | None) -> None:
         job, comm = self.job, self.job.session.comm
         self._tell_bad_rows(self.feed.bad_rows())
-        traffic, tiers = self._bytes(), self._tiers()
+        stats = self.stats.update(self.progress.stats, comm, job.trace)
+        self._write_trace()
+        traffic, tiers, exchanges = self._bytes(), self._tiers(), self._exchanges()
         rss = comm.allgather(peak_rss_bytes())
-        stats = merged(self.progress.stats, comm)
         bad = self.feed.bad_rows()
         if not self.log:
             return
@@ -369,6 +388,7 @@ class _Run:
             "ranks": job.session.size, "replicas": len(job.replicas.groups), "k": self.config.merge.k,
             "k_rows": self.config.rows.k_rows, "merges": job.optimizer.merges,
             "merged_bytes": job.optimizer.merged_bytes, "merge_backend": job.mergers.between.backend, "bytes": traffic,
+            "exchanges": exchanges,
             "tiers": tiers, "bad_rows": bad.count, "rows_read": bad.total, "bad_row_examples": bad.examples,
             "unmatched_rows": bad.unmatched, "peak_rss_bytes": max(rss),
             "device": str(job.device), "torch": torch.__version__}
@@ -445,8 +465,12 @@ def _restore(job: Job, folder: Path, manifest: Manifest, resume_training: bool,
     return arrays
 
 
-def _sum_dicts(parts: list[dict[str, int]]) -> dict[str, int]:
-    out: dict[str, int] = {}
+def _sum_by_purpose(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {purpose: _sum_dicts([before.get(purpose, {}), now.get(purpose, {})]) for purpose in {**before, **now}}
+
+
+def _sum_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
             out[name] = out.get(name, 0) + value

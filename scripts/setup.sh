@@ -131,7 +131,7 @@ pip_install() {  # options and requirements of pip install
 make_env() {
     mkdir -p "$env"
     touch "$making"  # as long as this is there, nobody takes the environment for a good one
-    if [ "$mpi" != conda ]; then "$interpreter" -m venv "$env"; fi
+    if [ "$action" = make ] && [ "$mpi" != conda ]; then "$interpreter" -m venv "$env"; fi
 }
 
 mpi_name() {  # which MPI a Horovod wheel belongs to

@@ -374,7 +374,7 @@ def test_old_checkpoints_are_collected(clicks, tmp_path):
 def save_nothing(root: Path, step: int, keep: int = 2) -> Path:
     """A checkpoint without tables."""
     entries = {f.name: 0 for f in fields(state.Manifest) if f.name != "format"}
-    empty = {"tables": [], "order": {}, "segments": {}, "bytes": {}, "tiers": {}}
+    empty = {"tables": [], "order": {}, "segments": {}, "bytes": {}, "tiers": {}, "exchanges": {}}
     manifest = state.Manifest(**entries | empty | {"step": step, "ranks": 1})
     return save(root, MPI.COMM_SELF, manifest, {"dense.x": np.ones(3)}, {}, keep).folder
 

@@ -84,7 +84,7 @@ def rows_of(first: int, last: int, seed: int):
 
 def checkpoint(root: Path, step: int, store: TieredStore, keep: int = 9):
     entries = {f.name: 0 for f in fields(state.Manifest) if f.name != "format"}
-    empty = {"order": {}, "segments": {}, "bytes": {}, "tiers": {}}
+    empty = {"order": {}, "segments": {}, "bytes": {}, "tiers": {}, "exchanges": {}}
     manifest = state.Manifest(**entries | empty | {"step": step, "ranks": 1, "tables": [{"name": "items"}]})
     return save(root, MPI.COMM_SELF, manifest, {"dense.x": np.ones(3)}, {"items": store}, keep)
 

@@ -153,7 +153,8 @@ def test_payload_of_a_collective_is_counted_once():
     ranks = [{"merge": {"payload": 8}, "pull": {"same_node": 3}}, {"merge": {"payload": 8}, "pull": {"same_node": 4}}]
     assert total(ranks) == {"merge": {"payload": 8}, "pull": {"same_node": 7}}
     alone = trace_of(MPI.COMM_SELF)
-    alone.sent("pull", 0, 100)
+    with alone.exchange("all_to_all", "pull") as sent:
+        sent(0, 100)
     assert not alone.bytes.get("pull")
 
 

@@ -131,6 +131,26 @@ def test_disk_full(clone, tmp_path):
     assert "disk full" in said and "3 GB" in said and "1 GB free" in said
 
 
+@pytest.mark.parametrize("environment", ["older pins", "the same"])
+def test_an_environment_that_is_there_is_brought_up_to_date(environment, clone, tmp_path):
+    """Nothing is made anew: what is missing is installed into it. Its Python here finds everything well."""
+    path = tool(tmp_path / "bin", "python", "#!/bin/sh\ncat >/dev/null 2>&1 </dev/null\necho $* >>\"$CALLS\"\nexit 0\n")
+    env = clone / ".venv"
+    shutil.copytree(path, env / "bin")
+    (env / "hpc_ctr.stamp").write_text("of older pins\n")
+    environ = {"HPC_CTR_PYTHON": "", "HPC_CTR_HOROVOD": "0", "CALLS": str(tmp_path / "calls")}
+    calls = []
+    for arguments in [""] * (environment == "the same") + ["--bench"]:
+        (tmp_path / "calls").write_text("")
+        code, out = bash(f"bash scripts/setup.sh {arguments}", clone, environ)
+        calls = (tmp_path / "calls").read_text()
+        assert code == 0 and out.splitlines()[-1].endswith(".venv is ready"), out
+    assert "requirements-bench.txt" in calls and "-m venv" not in calls
+    assert ("--editable" in calls) == (environment == "older pins")
+    code, out = bash("bash scripts/setup.sh --bench", clone, environ)
+    assert code == 0 and "installing" not in out
+
+
 def test_no_network(clone):
     environ = {"HPC_CTR_PYTHON": sys.executable, "HPC_CTR_HOROVOD": "0", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
     said = fails(clone, environ)

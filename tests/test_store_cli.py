@@ -63,7 +63,7 @@ def run_folder(tmp_path) -> Path:
         for step, rows in ((5, rows_of(0, 80, 1)), (10, rows_of(60, 100, 2))):
             store.put(*rows)
             manifest = state.Manifest(**entries | {"step": step, "ranks": 1, "tables": [{"name": "items"}], "order": {},
-                                                   "segments": {}, "bytes": {}, "tiers": {}})
+                                                   "segments": {}, "bytes": {}, "tiers": {}, "exchanges": {}})
             save(root, MPI.COMM_SELF, manifest, {"dense.x": np.arange(50.0)}, {"items": store}, 9)
     return tmp_path / "run"
 

@@ -46,6 +46,7 @@ class Manifest:
     tiers: dict[str, int]
     format: int = FORMAT
     workers: list[int] = field(default_factory=list)
+    exchanges: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text."""
@@ -125,8 +126,9 @@ def _check_entries(manifest: Manifest) -> None:
     counters = [getattr(manifest, name) for name in ("step", "passes", "samples", "last_row_merge", "epoch", "ranks")]
     if not all(isinstance(count, int) and count >= 0 for count in counters):
         raise ValueError("a counter is not a whole number of at least 0")
-    if not all(isinstance(each, dict) for each in (manifest.order, manifest.segments, manifest.bytes, manifest.tiers)):
-        raise ValueError("order, segments, bytes and tiers must be mappings")
+    mappings = manifest.order, manifest.segments, manifest.bytes, manifest.tiers, manifest.exchanges
+    if not all(isinstance(each, dict) for each in mappings):
+        raise ValueError("order, segments, bytes, tiers and exchanges must be mappings")
     if not isinstance(manifest.tables, list) or not all(isinstance(table, dict) for table in manifest.tables):
         raise ValueError("tables must be a list of mappings")
     for table in manifest.tables:

@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     three.add_argument("--runs", type=int, default=3, help="repetitions")
     three.add_argument("--dir", default="", help="where the store is made, on the disk to measure (removed afterwards)")
     three.set_defaults(run=run_open)
-    for sub in (one, two, three, _add_store(whats), _add_tiers(whats), _add_growth(whats)):
+    for sub in (one, two, three, _add_store(whats), _add_tiers(whats), _add_growth(whats), _add_merge(whats)):
         sub.add_argument("--json", default="", metavar="FILE", help="write the results to FILE")
 
 
@@ -73,6 +73,28 @@ def _add_growth(whats: argparse._SubParsersAction) -> argparse.ArgumentParser:
     return sub
 
 
+def _add_merge(whats: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    from hpc_ctr.bench.merge import CASES, SYSTEMS
+
+    sub = whats.add_parser("merge", help="two ranks on two hosts with a slow network, merging seldom or in every step; "
+                           "makes the hosts itself, on Linux, as root",
+                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    sub.add_argument("--ids", type=int, default=5_000_000, help="rows of the table")
+    sub.add_argument("--zipf", type=float, default=1.1, help="exponent of the ids' power law")
+    sub.add_argument("--steps", type=int, default=100, help="steps of a run that are timed")
+    sub.add_argument("--warm", type=int, default=100, help="steps before them")
+    sub.add_argument("--pass-steps", type=int, default=100, help="steps of a pass")
+    sub.add_argument("--batch", type=int, default=2048, help="samples a rank and step")
+    sub.add_argument("--rounds", type=int, default=3, help="runs of each kind, taken in turns")
+    sub.add_argument("--delay-us", type=float, default=50, help="of the link, one way, in microseconds")
+    sub.add_argument("--dir", default="runs/bench-merge", help="folder for data and runs")
+    sub.add_argument("--cases", nargs="+", metavar="NAME", default=CASES, help="models and rates")
+    sub.add_argument("--systems", nargs="+", metavar="NAME", default=SYSTEMS, help="what to measure")
+    sub.add_argument("--plot", default="", metavar="FILE", help="also draw each case, as SVG")
+    sub.set_defaults(run=run_merge)
+    return sub
+
+
 def _add_runs(sub: argparse.ArgumentParser, folder: str) -> None:
     sub.add_argument("--samples", type=int, default=2_000_000, help="samples of a run")
     sub.add_argument("--warm", type=float, default=1 / 3, help="share of them that is trained on before the clock starts")
@@ -105,6 +127,17 @@ def run_growth(args: argparse.Namespace) -> int:
     targets = bench_growth(results, GrowthBench(args.sizes, budget, args.samples, args.zipf, args.ranks, args.batch,
                                                 args.rounds, args.warm, Path(args.dir), args.keep, args.plot))
     return _finish(results, args, targets)
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from hpc_ctr.bench.common import Results
+    from hpc_ctr.bench.merge import MergeBench, bench_merge
+
+    results = Results()
+    options = MergeBench(args.ids, args.zipf, args.steps, args.warm, args.pass_steps, args.batch, args.rounds,
+                         args.delay_us, Path(args.dir), args.cases, args.systems, args.plot)
+    return _finish(results, args, bench_merge(results, options))
 
 
 def run_store(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_ctr.comm.exchange import spread_blocks, sum_blocks
+from hpc_ctr.comm.exchange import ring_share, spread_blocks, sum_blocks
 from hpc_ctr.comm.trace import Trace
 from hpc_ctr.errors import HpcCtrError, UsageError
 
@@ -33,7 +33,7 @@ class Allreduce(abc.ABC):
 
     bytes_by_name[name]: payload bytes handed in under that name (element size x count; not multiplied by what
     a library's algorithm sends for them). calls_by_name and seconds_by_name go with it. trace: counts what is sent to
-    whom, where this package sends it. note: one sentence when the backend is not what one would expect, else "". peers:
+    whom; through Horovod, an estimate. note: one sentence when the backend is not what one would expect, else "". peers:
     what a rank of the sum is: "rank" or "node".
     """
 
@@ -242,6 +242,8 @@ class HorovodAllreduce(Allreduce):
         self._start(flats, name)()
 
     def _start(self, flats: list[torch.Tensor], name: str) -> Callable[[], None]:
+        under_way = self.trace.begin("allreduce", name.rpartition(".")[0])
+        under_way.sent(*ring_share(sum(flat.numel() for flat in flats), self.rank, self.size, flats[0].element_size()))
         handles = [self._hvd.grouped_allreduce_async_(piece, name=f"hpc_ctr.{name}.{number}", op=self._hvd.Sum)
                    for number, piece in enumerate(_pieces(flats, self.piece_elements))]
 
@@ -249,6 +251,7 @@ class HorovodAllreduce(Allreduce):
             try:
                 for handle in handles:
                     self._hvd.synchronize(handle)
+                under_way.end()
             except self._hvd.HorovodInternalError as error:
                 limit = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
                 raise HpcCtrError(f"Horovod could not finish the sum {name}: another rank failed or was more "

@@ -1,6 +1,6 @@
 """Personalised all-to-all of rows: every rank sends a block of rows to every rank of a communicator."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,17 +38,17 @@ def exchange_rows(comm: Any, rows: np.ndarray, send_counts: np.ndarray, recv_cou
     row_bytes = int(rows.dtype.itemsize * np.prod(rows.shape[1:], dtype=np.int64))
     chunk = max(1, MAX_MESSAGE_BYTES // max(row_bytes, 1))
     requests = []
-    for step in range(1, size):
-        peer = (rank - step) % size
-        for begin, end in _chunks(recv_at[peer], recv_at[peer + 1], chunk):
-            requests.append(comm.Irecv(_as_bytes(out[begin:end]), peer, tag))
-    for step in range(1, size):
-        peer = (rank + step) % size
-        trace.sent(purpose, world_ranks[peer] if world_ranks else peer, int(send_counts[peer]) * row_bytes)
-        for begin, end in _chunks(send_at[peer], send_at[peer + 1], chunk):
-            requests.append(comm.Isend(_as_bytes(rows[begin:end]), peer, tag))
-    out[recv_at[rank]:recv_at[rank + 1]] = rows[send_at[rank]:send_at[rank + 1]]
-    if requests:
+    with trace.exchange("all_to_all", purpose) as sent:
+        for step in range(1, size):
+            peer = (rank - step) % size
+            for begin, end in _chunks(recv_at[peer], recv_at[peer + 1], chunk):
+                requests.append(comm.Irecv(_as_bytes(out[begin:end]), peer, tag))
+        for step in range(1, size):
+            peer = (rank + step) % size
+            sent(world_ranks[peer] if world_ranks else peer, int(send_counts[peer]) * row_bytes)
+            for begin, end in _chunks(send_at[peer], send_at[peer + 1], chunk):
+                requests.append(comm.Isend(_as_bytes(rows[begin:end]), peer, tag))
+        out[recv_at[rank]:recv_at[rank + 1]] = rows[send_at[rank]:send_at[rank + 1]]
         _wait_all(requests)
     return out
 
@@ -62,21 +62,24 @@ def sum_blocks(comm: Any, flat: np.ndarray, bounds: np.ndarray, scratch: np.ndar
     size times the largest block.
     """
     rank, size = comm.rank, comm.size
+    if size == 1:
+        return
     mine = flat[bounds[rank]:bounds[rank + 1]]
     parts = scratch[:size * len(mine)].reshape(size, len(mine))
     requests = []
-    for step in range(1, size):
-        if len(mine):
-            peer = (rank - step) % size
-            requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SUM) for part in _cut(parts[peer])]
-    for step in range(1, size):
-        peer = (rank + step) % size
-        block = flat[bounds[peer]:bounds[peer + 1]]
-        if len(block):
-            trace.sent(purpose, world_ranks[peer], block.nbytes)
-            requests += [comm.Isend(_as_bytes(part), peer, _TAG_SUM) for part in _cut(block)]
-    _wait_all(requests)
-    if size == 1 or not len(mine):
+    with trace.exchange("reduce_scatter", purpose) as sent:
+        for step in range(1, size):
+            if len(mine):
+                peer = (rank - step) % size
+                requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SUM) for part in _cut(parts[peer])]
+        for step in range(1, size):
+            peer = (rank + step) % size
+            block = flat[bounds[peer]:bounds[peer + 1]]
+            if len(block):
+                sent(world_ranks[peer], block.nbytes)
+                requests += [comm.Isend(_as_bytes(part), peer, _TAG_SUM) for part in _cut(block)]
+        _wait_all(requests)
+    if not len(mine):
         return
     parts[rank] = mine
     np.add(parts[0], parts[1], out=mine)
@@ -88,18 +91,53 @@ def spread_blocks(comm: Any, flat: np.ndarray, bounds: np.ndarray, trace: Trace,
                   world_ranks: list[int]) -> None:
     """Give block r of ``flat`` from rank r of ``comm`` to all others, in place; as ``sum_blocks`` otherwise."""
     rank, size = comm.rank, comm.size
+    if size == 1:
+        return
     mine, requests = flat[bounds[rank]:bounds[rank + 1]], []
-    for step in range(1, size):
-        peer = (rank - step) % size
-        block = flat[bounds[peer]:bounds[peer + 1]]
-        if len(block):
-            requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(block)]
-    for step in range(1, size):
-        peer = (rank + step) % size
-        if len(mine):
-            trace.sent(purpose, world_ranks[peer], mine.nbytes)
-            requests += [comm.Isend(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(mine)]
-    _wait_all(requests)
+    with trace.exchange("all_gather", purpose) as sent:
+        for step in range(1, size):
+            peer = (rank - step) % size
+            block = flat[bounds[peer]:bounds[peer + 1]]
+            if len(block):
+                requests += [comm.Irecv(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(block)]
+        for step in range(1, size):
+            peer = (rank + step) % size
+            if len(mine):
+                sent(world_ranks[peer], mine.nbytes)
+                requests += [comm.Isend(_as_bytes(part), peer, _TAG_SPREAD) for part in _cut(mine)]
+        _wait_all(requests)
+
+
+def combine(comm: Any, array: np.ndarray, operation: Literal["SUM", "BOR"], trace: Trace, purpose: str) -> np.ndarray:
+    """``array`` [n] of all ranks of ``comm``, which are all of the job, put together by one of MPI's operations.
+    Collective. The order is the MPI library's affair: for what is the same in any order, or need not be."""
+    from mpi4py import MPI
+
+    if comm.size == 1:
+        return array.copy()
+    out = np.empty_like(array)
+    with trace.exchange("allreduce", purpose) as sent:
+        sent(*ring_share(len(array), comm.rank, comm.size, array.itemsize))
+        comm.Allreduce(array, out, getattr(MPI, operation))
+    return out
+
+
+def sum_counts(comm: Any, counts: np.ndarray, trace: Trace, purpose: str) -> np.ndarray:
+    """Sum of ``counts`` int64 [n], mostly zeros, over all ranks: what travels is a bit for each, and those that are not
+    zero on some rank. Collective."""
+    bits = combine(comm, np.packbits(counts != 0), "BOR", trace, purpose)
+    some = np.unpackbits(bits, count=len(counts)).view(bool)
+    out = np.zeros_like(counts)
+    out[some] = combine(comm, counts[some], "SUM", trace, purpose)
+    return out
+
+
+def ring_share(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
+    """(rank, bytes): to whom and how much a rank sends where a ring sums ``count`` elements. 2(size-1) times the array is
+    sent by all together, the least there is: an estimate for sums whose messages are the MPI library's affair."""
+    shares = np.diff(np.arange(size + 1) * count // size)
+    unsent = shares[(rank + 1) % size] + shares[(rank + 2) % size]
+    return (rank + 1) % size, int(2 * count - unsent) * itemsize
 
 
 def _cut(array: np.ndarray) -> list[np.ndarray]:

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_ctr.comm.exchange import combine, sum_counts
 from hpc_ctr.comm.session import together
+from hpc_ctr.comm.trace import Trace
 from hpc_ctr.data.batch import Batch
 from hpc_ctr.embedding.table import Table
 from hpc_ctr.embedding.working_set import WorkingSet, make_working_set
@@ -33,7 +35,7 @@ def evaluate(job: Job, source: Any) -> BinaryStats:
     finally:
         job.model.train(training)
         feed.close()
-    return merged(stats, job.session.comm)
+    return SharedStats().update(stats, job.session.comm, job.trace)
 
 
 def predictions(job: Job, feed: Feed) -> Iterator[tuple[np.ndarray, Batch]]:
@@ -57,12 +59,21 @@ def predictions(job: Job, feed: Feed) -> Iterator[tuple[np.ndarray, Batch]]:
                 yield out.cpu().numpy(), batch
 
 
-def merged(stats: BinaryStats, comm: Any) -> BinaryStats:
-    """The statistics of all ranks together, on every rank. Collective."""
-    mine = stats.to_array()
-    total = np.empty_like(mine)
-    comm.Allreduce(mine, total)
-    return BinaryStats.from_array(total)
+class SharedStats:
+    """The statistics of all ranks together, brought up to date by an exchange of what came since the last time."""
+
+    def __init__(self) -> None:
+        self.total = BinaryStats()
+        self._before = np.zeros_like(self.total.counts)  # this rank's, as they are in the total
+
+    def update(self, mine: BinaryStats, comm: Any, trace: Trace) -> BinaryStats:
+        """``mine`` of all ranks together, on every rank, valid until the next call. Collective."""
+        new = sum_counts(comm, (mine.counts - self._before).reshape(-1), trace, "metrics")
+        self._before[:] = mine.counts
+        self.total.counts += new.reshape(self.total.counts.shape)
+        sums = combine(comm, np.array([mine.loss_sum, mine.prediction_sum]), "SUM", trace, "metrics")
+        self.total.loss_sum, self.total.prediction_sum = map(float, sums)
+        return self.total
 
 
 def _fields_of(table: Table, wanted: WorkingSet) -> np.ndarray:

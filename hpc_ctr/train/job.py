@@ -50,7 +50,9 @@ class Job:
         self.plan = make_plan(config.storage.host_budget, self.tables, ranks_here, session.size)
         self.replicas = make_replicas(session, config.rows.replica)
         self.pass_budget = PassBudget(self.plan.passes // PASSES_IN_FLIGHT, self.replicas.several)
-        self.trace = Trace(link_classes(session.node_of, session.rank, session.comm.allgather(numa_domain())))
+        self.trace = Trace(link_classes(session.node_of, session.rank, session.comm.allgather(numa_domain())),
+                           [] if config.train.trace else None)
+        self.row_merge_seconds = 0.0  # wall time, what the ranks do with the rows included
 
         torch.manual_seed(config.seed)  # the same dense parameters on every rank
         spec = models.ModelSpec(num_dense, [models.TableSpec(t.name, [field_names[f] for f in t.fields], t.dim)
@@ -118,6 +120,13 @@ class Job:
         for purpose, count in self.mergers.payload().items():
             mine.setdefault(purpose, {})["payload"] = count
         return total(self.session.comm.allgather(mine))
+
+    def exchanges_so_far(self) -> dict[str, dict[str, float]]:
+        """By purpose: calls, over all ranks, and seconds, of the rank that spent most. Collective."""
+        parts = self.session.comm.allgather((dict(self.trace.calls), dict(self.trace.seconds)))
+        purposes = sorted({purpose for calls, _ in parts for purpose in calls})
+        return {purpose: {"calls": sum(calls.get(purpose, 0) for calls, _ in parts),
+                          "seconds": max(seconds.get(purpose, 0.0) for _, seconds in parts)} for purpose in purposes}
 
 
 def default_keys(table: Table, field_names: list[str]) -> np.ndarray:

@@ -37,6 +37,7 @@ class TrainOptions:
     max_steps: int = 0  # stop after so many steps; 0 = at the end of the data
     log_every: int = 100  # steps a line of metrics.jsonl covers
     threads: int = 1  # of torch in each rank
+    trace: bool = False  # write every exchange, with bytes, begin and end, to <run_dir>/trace/rank-NNNN.jsonl
 
     def check(self) -> None:
         """Raises UsageError naming the setting."""
